@@ -1,0 +1,162 @@
+"""The command line: one thin function a verb."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from raytrain.errors import RaytrainError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train image classifiers to a target accuracy, on one laptop or a Ray cluster.",
+)
+
+Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a recipe of raytrain's.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set phases.0.batch=64"),
+]
+
+
+@app.command()
+def prepare(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    src: Annotated[Path, typer.Argument(help="Folder of images.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the ShardSet to make.")],
+    sizes: Annotated[
+        str, typer.Option(help="Short sides in pixels to keep; `original` for the image as it is.")
+    ] = "160,256,352",
+    val_fraction: Annotated[
+        float | None, typer.Option(help="Share of each class to hold out, where SRC has no val.")
+    ] = None,
+    val_labels: Annotated[
+        Path | None, typer.Option(help="File name and class a line, for a flat val folder.")
+    ] = None,
+    quality: Annotated[int, typer.Option(help="JPEG quality of resized images.")] = 92,
+    max_bad: Annotated[float, typer.Option(help="Share of unusable images to put up with.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Of the held-out images and the order.")] = 0,
+    shard_images: Annotated[int | None, typer.Option(help="Images a file.")] = None,
+    block_rows: Annotated[int, typer.Option(help="Images a block, the unit of reading.")] = 64,
+) -> None:
+    """Make a ShardSet of a folder of images; go on where an earlier prepare stopped."""
+    from raytrain.orchestrate.prepare import PrepareOptions, parse_sizes
+    from raytrain.orchestrate.prepare import prepare as run
+
+    options = PrepareOptions(
+        sizes=parse_sizes(sizes),
+        val_fraction=val_fraction,
+        val_labels=val_labels,
+        seed=seed,
+        quality=quality,
+        max_bad=max_bad,
+        shard_images=shard_images,
+        block_rows=block_rows,
+    )
+    run(src, out, options)
+
+
+@app.command()
+def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    recipe: Recipe,
+    data: Annotated[str, typer.Option(help="A ShardSet: a folder or an s3:// address.")],
+    workers: Annotated[
+        str | None, typer.Option(metavar="N|MIN:MAX", help="Workers; by default one a GPU.")
+    ] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where the run's files go; an unfinished run goes on.")
+    ] = None,
+    overrides: Overrides = None,
+    engine: Annotated[
+        Literal["ray", "inline"],
+        typer.Option(help="inline: one worker in this process, without Ray."),
+    ] = "ray",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="USD for all the hardware; gives the cost.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and of the workers.")] = False,
+) -> None:
+    """Train a recipe. Exit status 0: done as asked; 3: target missed; 1: anything else."""
+    from raytrain.api import fit
+    from raytrain.recipe.load import load_recipe
+    from raytrain.session import tell
+
+    result = fit(
+        load_recipe(recipe, overrides or ()),
+        data,
+        workers=workers,
+        run_dir=run_dir,
+        engine=engine,
+        device=device,
+        price_per_hour=price_per_hour,
+        verbose=verbose,
+    )
+    print(tell(result))
+    raise typer.Exit(result.exit_status)
+
+
+@app.command()
+def show(
+    recipe: Recipe,
+    images: Annotated[int, typer.Option(min=1, help="Number of training images.")],
+    overrides: Overrides = None,
+    png: Annotated[Path | None, typer.Option(help="Where to draw the curves.")] = None,
+) -> None:
+    """Print a recipe's plan and draw its curves."""
+    from rich.console import Console
+
+    from raytrain.recipe.load import load_recipe
+    from raytrain.recipe.plan import Plan
+    from raytrain.run.show import draw_plan, plan_table
+
+    plan = Plan(load_recipe(recipe, overrides or ()), images)
+    Console().print(plan_table(plan))
+    picture = png or Path(f"{Path(recipe).stem}-plan.png")
+    draw_plan(plan, picture)
+    print(f"curves: {picture}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    png: Annotated[Path, typer.Option(help="Where to draw the convergence picture.")] = Path(
+        "convergence.png"
+    ),
+) -> None:
+    """Print a table of runs and draw their convergence in one picture."""
+    from rich.console import Console
+
+    from raytrain.run.report import report as make
+
+    Console().print(make(runs, png))
+    print(f"picture: {png}")
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/demo"),
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+) -> None:
+    """Train real handwritten digits from image files to a target: the whole of raytrain once."""
+    from raytrain.demo import run_demo
+
+    raise typer.Exit(run_demo(folder, workers))
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line and exit status 1."""
+    sys.path.insert(0, str(Path.cwd()))  # so that module:function finds the user's own files
+    try:
+        app()
+    except RaytrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
+        sys.exit(1)

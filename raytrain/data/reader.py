@@ -1,0 +1,276 @@
+"""A worker's part of the run as batches of pixels: order -> rows -> blocks -> decoded crops.
+
+``TrainingImages.read`` is a pure function of (ShardSet, plan, rank, world size, steps). Whoever
+calls it, threads of this process or Ray Data's read tasks anywhere in a cluster, gets the same
+batches, so the engines differ in speed only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from raytrain.data.augment import CropRule, Windows, centre_windows, random_windows
+from raytrain.data.decode import Pixels, decode_crops
+from raytrain.data.order import BlockLayout, Order, Rows
+from raytrain.data.shards import Block, ShardSet, Size
+from raytrain.errors import RaytrainError
+from raytrain.recipe.plan import Plan, Step, share
+
+_UNIT_BYTES = 16 << 20  # pixels decoded by one task: big enough to hide its start, small in memory
+_CACHE_BYTES = 256 << 20  # compressed blocks kept by each process that reads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One worker's share of one step.
+
+    Attributes:
+        step: the step's number.
+        pixels: uint8, shape (n, image_px, image_px, 3), RGB.
+        labels: int64, shape (n,).
+        rows: int64, shape (n,): which rows of the training split these are.
+    """
+
+    step: int
+    pixels: Pixels
+    labels: NDArray[np.int64]
+    rows: Rows
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingImages:
+    """What one worker reads in a run.
+
+    Attributes:
+        shards: the data.
+        plan: the run.
+        rank: the worker.
+        world_size: how many workers share each step.
+    """
+
+    shards: ShardSet
+    plan: Plan
+    rank: int = 0
+    world_size: int = 1
+
+    @cached_property
+    def _stored(self) -> _StoredSplit:
+        return _StoredSplit(self.shards, "train")
+
+    @cached_property
+    def _order(self) -> Order:
+        recipe = self.plan.recipe
+        return Order(self._stored.layout, recipe.seed, recipe.input.window_blocks)
+
+    def rows(self, step: Step) -> Rows:
+        """The rows of this worker's share of a step; int64, shape (share,)."""
+        rows = self._order.step_rows(step.epoch, step.first, step.count)
+        offset, size = share(step.count, self.rank, self.world_size)
+        return rows[offset : offset + size]
+
+    def units(self, start: int) -> list[range]:
+        """The steps from ``start`` to the end, cut into runs that one task decodes in one go."""
+        units, first, size = [], start, 0
+        for s in range(start, self.plan.num_steps):
+            step = self.plan.step(s)
+            more = share(step.count, self.rank, self.world_size)[1] * step.image_px**2 * 3
+            if s > first and size + more > _UNIT_BYTES:
+                units.append(range(first, s))
+                first, size = s, 0
+            size += more
+        if first < self.plan.num_steps:
+            units.append(range(first, self.plan.num_steps))
+        return units
+
+    def read(self, steps: Iterable[int]) -> Iterator[Batch]:
+        """The batches of the given steps, in their order.
+
+        Raises:
+            RaytrainError: a shard can't be read or an image can't be decoded.
+        """
+        augment = self.plan.recipe.augment
+        for s in steps:
+            step = self.plan.step(s)
+            rows = self.rows(step)
+            stored = self._stored.fetch(self.shards.size_for(step.image_px), rows)
+            rule = CropRule(step.crop_area, augment.aspect, augment.flip)
+            windows = random_windows(
+                rule, self.plan.recipe.seed, step.epoch, rows, (stored.widths, stored.heights)
+            )
+            pixels = _decode(stored, windows, step.image_px, rows)
+            yield Batch(s, pixels, stored.labels, rows)
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationImages:
+    """What one process validates on: rows of the validation split, in the set's own order.
+
+    Attributes:
+        shards: the data.
+        image_px: side of the images that the model sees.
+        crop_ratio: side of the centre crop as a share of the short side.
+        batch: images at a time.
+        rows: which rows.
+    """
+
+    shards: ShardSet
+    image_px: int
+    crop_ratio: float
+    batch: int
+    rows: range
+
+    @cached_property
+    def _stored(self) -> _StoredSplit:
+        return _StoredSplit(self.shards, "val")
+
+    def read(self, steps: Iterable[int]) -> Iterator[Batch]:
+        """The given batches; batch ``i`` holds rows ``i * batch`` to ``(i + 1) * batch``."""
+        size = self.shards.size_for(self.image_px)
+        for i in steps:
+            rows = np.asarray(self.rows[i * self.batch : (i + 1) * self.batch], dtype=np.int64)
+            stored = self._stored.fetch(size, rows)
+            windows = centre_windows(self.crop_ratio, (stored.widths, stored.heights))
+            yield Batch(i, _decode(stored, windows, self.image_px, rows), stored.labels, rows)
+
+    def units(self) -> list[range]:
+        return [range(i, i + 1) for i in range(-(-len(self.rows) // self.batch))]
+
+
+def read_with_threads(
+    images: TrainingImages | ValidationImages, units: list[range], threads: int | None = None
+) -> Iterator[Batch]:
+    """Read units with threads of this process; batches come in order.
+
+    At most ``threads + 1`` units are held. Closing the iterator ends the threads.
+
+    Args:
+        images: what to read.
+        units: runs of steps, as ``images.units`` cuts them.
+        threads: how many; by default one a core.
+    """
+    count = threads or os.cpu_count() or 1
+    pool = ThreadPoolExecutor(count, thread_name_prefix="raytrain-decode")
+    ahead: deque[Future[list[Batch]]] = deque()
+    waiting = iter(units)
+    try:
+        for unit in waiting:
+            ahead.append(pool.submit(lambda u: list(images.read(u)), unit))
+            if len(ahead) > count:
+                yield from ahead.popleft().result()
+        while ahead:
+            yield from ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stored:
+    """Rows as they are stored: JPEG bytes, and int64 arrays of shape (n,)."""
+
+    jpegs: list[memoryview]
+    labels: NDArray[np.int64]
+    widths: NDArray[np.int64]
+    heights: NDArray[np.int64]
+
+
+class _StoredSplit:
+    """A split of a ShardSet, read block by block."""
+
+    def __init__(self, shards: ShardSet, split: str) -> None:
+        self._shards, self._split = shards, split
+        self._blocks = shards.blocks(split)
+        starts = (block.first_row for block in self._blocks)
+        self.layout = BlockLayout((*starts, shards.num_images(split)))
+
+    def fetch(self, size: Size, rows: Rows) -> _Stored:
+        """The given rows, each of their blocks read at most once."""
+        of_row = self.layout.block_of(rows)
+        opened = {int(b): self._open(size, self._blocks[b]) for b in np.unique(of_row)}
+        at = [
+            (opened[int(b)], int(row) - self._blocks[b].first_row)
+            for b, row in zip(of_row, rows, strict=True)
+        ]
+        return _Stored(
+            [memoryview(block.jpegs[i].as_buffer()).cast("B") for block, i in at],
+            np.array([block.labels[i] for block, i in at], dtype=np.int64),
+            np.array([block.widths[i] for block, i in at], dtype=np.int64),
+            np.array([block.heights[i] for block, i in at], dtype=np.int64),
+        )
+
+    def _open(self, size: Size, block: Block) -> _OpenBlock:
+        key = (self._shards.fingerprint, self._split, size, block.index)
+        return _cache.get(key, lambda: _open(self._shards.read_block(self._split, size, block)))
+
+
+def _decode(stored: _Stored, windows: Windows, image_px: int, rows: Rows) -> Pixels:
+    try:
+        return decode_crops(stored.jpegs, windows, image_px)
+    except ValueError as error:
+        raise RaytrainError(
+            f"damaged image among rows {rows.min()} to {rows.max()} ({error}); "
+            "prepare the ShardSet again"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OpenBlock:
+    jpegs: pa.BinaryArray
+    labels: NDArray[np.int32]
+    widths: NDArray[np.int32]
+    heights: NDArray[np.int32]
+    nbytes: int
+
+
+_Key = tuple[str, str, Size, int]  # fingerprint, split, size, block
+
+
+class _BlockCache:
+    """The blocks that a process has read last, up to a number of bytes.
+
+    Neighbouring steps use rows of the same blocks (see order.py): each is read once, not once a
+    step.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._blocks: OrderedDict[_Key, _OpenBlock] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: _Key, read: Callable[[], _OpenBlock]) -> _OpenBlock:
+        """The block of this key, from ``read`` where it isn't held."""
+        with self._lock:
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+                return self._blocks[key]
+        block = read()
+        with self._lock:
+            if key not in self._blocks:
+                self._blocks[key] = block
+                self._bytes += block.nbytes
+            while self._bytes > self._max_bytes and len(self._blocks) > 1:
+                self._bytes -= self._blocks.popitem(last=False)[1].nbytes
+        return block
+
+
+def _open(table: pa.Table) -> _OpenBlock:
+    labels, widths, heights = (
+        table.column(name).to_numpy() for name in ("label", "width", "height")
+    )
+    jpegs = table.column("image").combine_chunks()
+    if isinstance(jpegs, pa.ChunkedArray):
+        jpegs = jpegs.chunk(0)
+    return _OpenBlock(jpegs, labels, widths, heights, table.nbytes)
+
+
+_cache = _BlockCache(_CACHE_BYTES)

@@ -1,0 +1,103 @@
+"""The engine without Ray: one worker in this process. For a debugger, a test, a small job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import torch
+
+from raytrain.data.reader import Batch, TrainingImages, read_with_threads
+from raytrain.errors import RaytrainError
+from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.record import cpu_model
+from raytrain.run.rows import Hardware, StepRow, ValidationRow
+from raytrain.session import Result, Session
+from raytrain.train import Job, build_job_model, score_checkpoint, train, validation_row
+from raytrain.world import World
+
+
+def run_inline(job: Job, device: str, price_per_hour: float | None) -> Result:
+    """Train with one worker in this process, validating in line.
+
+    Args:
+        job: what to train; the numbers are those of one worker under any other engine.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        price_per_hour: of this machine, in USD, where known.
+    """
+    device = pick_device(device)
+    session = Session(job, local_hardware(device), price_per_hour)
+    with session.running():
+        try:
+            if not session.reached_target:
+                train(job, World(device=device), _InThisProcess(session, device))
+        except (RaytrainError, KeyboardInterrupt) as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            session.fail("interrupted" if interrupted else "failed", str(error) or "interrupted")
+            raise
+        return session.finish()
+
+
+def pick_device(device: str) -> str:
+    """``auto`` is the first GPU where there is one, else the CPU.
+
+    Raises:
+        RaytrainError: a GPU is asked for and torch finds none.
+    """
+    if device == "auto":
+        return "cuda:0" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise RaytrainError(f"--device {device}: torch {torch.__version__} finds no GPU here")
+    return device
+
+
+def local_hardware(device: str) -> Hardware:
+    """What this process trains on."""
+    on_gpu = device.startswith("cuda")
+    return Hardware(
+        nodes=1,
+        cpu=cpu_model(),
+        cpus=os.cpu_count() or 1,
+        gpu=torch.cuda.get_device_name(device) if on_gpu else None,
+        gpus=1 if on_gpu else 0,
+    )
+
+
+class _InThisProcess:
+    """What the loop needs, by direct calls."""
+
+    def __init__(self, session: Session, device: str) -> None:
+        self._session = session
+        self._device = device
+        self.threads = session.job.recipe.input.decoders or os.cpu_count() or 1
+
+    def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
+        return read_with_threads(images, images.units(start), self.threads)
+
+    def begin(self, start: int, world_size: int) -> float:
+        seconds = self._session.earlier_seconds
+        self._session.begin(start, world_size, seconds)
+        self._validate_due()
+        return seconds
+
+    def metrics(self, rows: list[StepRow]) -> bool:
+        self._session.metrics(rows)
+        return self._session.reached_target
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._session.checkpoint(checkpoint)
+
+    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
+        self._session.validation(row, checkpoint)
+
+    def warn(self, message: str) -> None:
+        self._session.warn(message)
+
+    def _validate_due(self) -> None:
+        """Validate what an earlier command left unvalidated when it died."""
+        job = self._session.job
+        for checkpoint in job.checkpoints.due():
+            model = build_job_model(job).to(self._device)
+            score = score_checkpoint(job, checkpoint, model, self._device, self.threads)
+            row = validation_row(score, checkpoint.step, checkpoint.epoch, self._session.seconds())
+            self._session.validation(row, checkpoint)

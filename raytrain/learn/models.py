@@ -1,0 +1,130 @@
+"""Models by name, and small ones for small images.
+
+A name is one of torchvision's (``resnet50``), one of timm's (``timm:resnet50d``), or a function of
+the user's (``module:function``), called as ``function(num_classes=..., **args)``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.errors import RaytrainError
+from raytrain.recipe.types import Model
+
+ModelMaker = Callable[..., nn.Module]
+
+
+def build_model(spec: Model, num_classes: int) -> nn.Module:
+    """The model that a recipe names, with ``num_classes`` outputs and fresh weights.
+
+    Raises:
+        RaytrainError: no such model, or it doesn't take the given arguments.
+    """
+    make = _maker(spec.name)
+    try:
+        model = make(num_classes=num_classes, **spec.args)
+    except TypeError as error:
+        raise RaytrainError(
+            f"model.args: {spec.name} can't be called with num_classes"
+            f"{''.join(f', {name}' for name in spec.args)}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise RaytrainError(
+            f"model.name: {spec.name} returned {type(model).__name__}, not a torch.nn.Module"
+        )
+    return model
+
+
+def _maker(name: str) -> ModelMaker:
+    source, _, rest = name.rpartition(":")
+    if source == "timm":
+        return _timm_maker(rest)
+    if source:
+        return _user_maker(source, rest)
+    from torchvision.models import get_model_builder, list_models  # noqa: PLC0415 (slow to import)
+
+    if name not in list_models():
+        raise RaytrainError(_unknown("model.name", name, list_models(), "torchvision"))
+    builder: ModelMaker = get_model_builder(name)
+    return builder
+
+
+def _timm_maker(name: str) -> ModelMaker:
+    try:
+        import timm  # noqa: PLC0415 (an extra)
+    except ImportError as error:
+        raise RaytrainError(
+            f"model.name: timm:{name} needs timm: pip install 'raytrain[timm]'"
+        ) from error
+    if not timm.is_model(name):
+        raise RaytrainError(_unknown("model.name", name, timm.list_models(), "timm"))
+    return lambda **args: timm.create_model(name, pretrained=False, **args)
+
+
+def _user_maker(module_name: str, function: str) -> ModelMaker:
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RaytrainError(
+            f"model.name: can't import {module_name}: {error}; "
+            "run raytrain where that module can be imported"
+        ) from error
+    if not callable(make := getattr(module, function, None)):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise RaytrainError(_unknown("model.name", function, names, module_name))
+    return make  # type: ignore[no-any-return]
+
+
+def _unknown(key: str, name: str, names: list[str], where: str) -> str:
+    close = difflib.get_close_matches(name, names, n=3)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return f"{key}: {where} has no model {name!r}{hint}"
+
+
+def small_cnn(num_classes: int, width: int = 32) -> nn.Module:
+    """Three 3x3 convolutions with BatchNorm and global pooling: for digits and first tries.
+
+    Takes (n, 3, s, s) for any s of at least 8; gives (n, num_classes).
+    """
+    layers: list[nn.Module] = []
+    channels = 3
+    for out in (width, 2 * width, 4 * width):
+        layers += [_conv_norm(channels, out), nn.ReLU(inplace=True), nn.MaxPool2d(2)]
+        channels = out
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
+    return nn.Sequential(*layers, *head)
+
+
+def small_resnet(num_classes: int, width: int = 32) -> nn.Module:
+    """A residual net for images of 24 to 96 px: three stages at 1/2, 1/4 and 1/8 of their side.
+
+    Each stage is a strided convolution and one basic block (He et al. 2015, section 4.2).
+    Takes (n, 3, s, s); gives (n, num_classes). 0.49 million parameters at width 32.
+    """
+    stages: list[nn.Module] = []
+    channels = 3
+    for out in (width, 2 * width, 4 * width):
+        stages += [_conv_norm(channels, out, stride=2), nn.ReLU(inplace=True), _Residual(out)]
+        channels = out
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
+    return nn.Sequential(*stages, *head)
+
+
+class _Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = _conv_norm(channels, channels)
+        self.second = _conv_norm(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.second(torch.relu(self.first(x))))
+
+
+def _conv_norm(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs))

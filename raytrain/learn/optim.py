@@ -1,0 +1,60 @@
+"""Optimizers by name, parameter groups, and the one function that writes hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from raytrain.recipe.plan import Step
+from raytrain.recipe.types import Optimizer as OptimizerSpec
+
+ParamGroup = dict[str, Any]
+OptimizerMaker = Callable[[list[ParamGroup]], Optimizer]
+
+
+def build_optimizer(spec: OptimizerSpec, groups: list[ParamGroup]) -> Optimizer:
+    """The optimizer that a recipe names. Its lr, momentum and weight decay come from the plan.
+
+    ``sgd`` and ``nag`` keep torch's convention of the momentum buffer, ``v <- m v + g`` and
+    ``w <- w - lr v`` (for nag, ``w <- w - lr (g + m v)``; Sutskever et al. 2013): the learning
+    rate is outside the buffer, so a change of lr acts at once on all of it, and a change of
+    momentum acts on the next sum without rescaling what was gathered.
+    """
+    if spec.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0)
+    nesterov = spec.name == "nag"
+    # torch refuses Nesterov with momentum 0; the plan sets the value before every step
+    return torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=nesterov)
+
+
+def parameter_groups(model: nn.Module, spec: OptimizerSpec) -> list[ParamGroup]:
+    """The model's parameters in at most two groups: those with weight decay and those without.
+
+    Without are norms' gains and all biases, that is parameters of fewer than two dimensions,
+    when ``decay_norm_and_bias`` is off (as in Goyal et al. 2017, section 5.1, for BatchNorm).
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    if spec.decay_norm_and_bias:
+        return [{"params": params, "decays": True}]
+    weights = [p for p in params if p.ndim >= 2]
+    others = [p for p in params if p.ndim < 2]
+    groups = [{"params": weights, "decays": True}, {"params": others, "decays": False}]
+    return [group for group in groups if group["params"]]
+
+
+def set_hyperparameters(optimizer: Optimizer, step: Step) -> None:
+    """Write a step's learning rate, momentum and weight decay into an optimizer.
+
+    For Adam's kin, momentum is beta_1. A group with ``decays: False`` keeps weight decay 0.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = step.lr
+        group["weight_decay"] = step.weight_decay if group.get("decays", True) else 0.0
+        if "momentum" in group:
+            group["momentum"] = step.momentum
+        elif "betas" in group:
+            group["betas"] = (step.momentum, group["betas"][1])

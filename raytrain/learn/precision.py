@@ -1,0 +1,67 @@
+"""Number formats: autocast for the forward pass, and fp16's loss scale."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.recipe.types import Precision
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NumberFormat:
+    """How a worker computes: the recipe's dtype under autocast, weights kept in fp32.
+
+    Mixed precision after Micikevicius et al. 2017. fp16 has an adaptive loss scale (torch's
+    GradScaler), whose state is part of the checkpoint; the other formats have scale 1.
+
+    Args:
+        spec: the recipe's section.
+        device: torch device name.
+    """
+
+    def __init__(self, spec: Precision, device: str) -> None:
+        self._device_type = torch.device(device).type
+        self._dtype = _DTYPES[spec.dtype]
+        self.channels_last = spec.channels_last
+        self.scaler = torch.amp.GradScaler(self._device_type, enabled=spec.dtype == "fp16")
+
+    def autocast(self) -> AbstractContextManager[object]:
+        lower = self._dtype is not torch.float32
+        return torch.autocast(self._device_type, dtype=self._dtype, enabled=lower)
+
+    def place(self, model: nn.Module, device: str) -> nn.Module:
+        """The model on the device, in the memory format of the recipe."""
+        layout = torch.channels_last if self.channels_last else torch.preserve_format
+        return model.to(device=device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+
+class Normalizer:
+    """uint8 images to the model's input: ``(pixel / 255 - mean) / std``, on the device.
+
+    Args:
+        mean: of R, G, B in 0 to 1.
+        std: of R, G, B in 0 to 1.
+        device: torch device name.
+        channels_last: memory format of the result.
+    """
+
+    def __init__(
+        self,
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+        device: str,
+        channels_last: bool,
+    ) -> None:
+        shape = (1, 3, 1, 1)
+        self._shift = torch.tensor(mean, device=device).mul(255).view(shape)
+        self._scale = torch.tensor(std, device=device).mul(255).reciprocal().view(shape)
+        self._channels_last = channels_last
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """uint8 (n, s, s, 3) -> float32 (n, 3, s, s)."""
+        images = (pixels.permute(0, 3, 1, 2) - self._shift) * self._scale
+        return images if self._channels_last else images.contiguous()

@@ -1,0 +1,118 @@
+"""The Ray that a command runs on: the cluster that it is in, or one of its own on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+from raytrain.errors import RaytrainError
+from raytrain.run.record import cpu_model
+from raytrain.run.rows import Hardware
+
+LOCAL_WORKERS_PER_CORE = 4  # more CPU workers than that on one machine only get in each other's way
+
+
+def ensure_ray(verbose: bool = False, workers: int = 1) -> None:
+    """Connect to Ray, once in a process.
+
+    With ``RAY_ADDRESS`` set, as in a Ray job, that cluster is used. Else a Ray of our own is
+    started on this machine, without a dashboard; it ends with this process. Its number of CPUs is
+    a number of slots, and only training workers take any: whatever reads, decodes or validates
+    takes none, so nothing can wait for a slot that a worker holds.
+
+    Args:
+        verbose: show Ray's own log and the prints of worker processes.
+        workers: training workers that a Ray of our own must have room for.
+
+    Raises:
+        RaytrainError: the cluster can't be reached.
+    """
+    if ray.is_initialized():
+        return
+    level = logging.INFO if verbose else logging.ERROR
+    for name in ("ray", "ray.data", "ray.train"):
+        logging.getLogger(name).setLevel(level)
+    address = os.environ.get("RAY_ADDRESS")
+    cores = os.cpu_count() or 1
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=verbose, logging_level=level)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(cores, min(workers, LOCAL_WORKERS_PER_CORE * cores)),
+                include_dashboard=False,
+                log_to_driver=verbose,
+                logging_level=level,
+            )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"the cluster at RAY_ADDRESS={address}" if address else "a local Ray"
+        raise RaytrainError(
+            f"can't start on {where}: {str(error).splitlines()[0]}; "
+            "check the address, or unset RAY_ADDRESS to train on this machine"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a run takes of the cluster.
+
+    Attributes:
+        workers: (fewest, most) training workers.
+        use_gpu: whether each worker has a GPU.
+        validator_gpu: whether a GPU is left for validating beside the training.
+        beside: whether validation can run beside the training at all.
+    """
+
+    workers: tuple[int, int]
+    use_gpu: bool
+    validator_gpu: bool
+    beside: bool
+
+    @property
+    def elastic(self) -> bool:
+        return self.workers[0] < self.workers[1]
+
+
+def place(workers: tuple[int, int] | None, device: str, wants_beside: bool) -> Placement:
+    """Divide the cluster between the workers and the validation, before anything starts.
+
+    Args:
+        workers: (fewest, most); None is one a GPU, or one a machine where there are no GPUs.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        wants_beside: whether the recipe wants validation beside the training.
+
+    Raises:
+        RaytrainError: the cluster can never give that many workers.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    gpus = round(sum(node["Resources"].get("GPU", 0) for node in nodes))
+    cpus = round(sum(node["Resources"].get("CPU", 0) for node in nodes))
+    use_gpu = device != "cpu" and gpus > 0
+    if device == "cuda" and not gpus:
+        raise RaytrainError("--device cuda: the cluster has no GPU; leave --device out")
+    fewest, most = workers or ((gpus, gpus) if use_gpu else (len(nodes), len(nodes)))
+    room, unit = (gpus, "GPU") if use_gpu else (cpus, "CPU")
+    if fewest > room:
+        raise RaytrainError(
+            f"--workers {fewest}: the cluster has {room} {unit}{'s' if room != 1 else ''}, "
+            f"one for each worker; ask for at most {room}"
+        )
+    spare_gpu = use_gpu and gpus > most
+    return Placement(
+        (fewest, most), use_gpu, spare_gpu, wants_beside and (spare_gpu or not use_gpu)
+    )
+
+
+def cluster_hardware(placement: Placement) -> Hardware:
+    """What the cluster is, for the record of the run. The CPU's name is this machine's."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    total = ray.cluster_resources()
+    gpu_types = [k.partition(":")[2] for k in total if k.startswith("accelerator_type:")]
+    gpus = round(total.get("GPU", 0)) if placement.use_gpu else 0
+    cpus = os.cpu_count() or 1 if len(nodes) == 1 else round(total.get("CPU", 0))
+    gpu = (gpu_types[0] if gpu_types else "GPU") if gpus else None
+    return Hardware(nodes=len(nodes), cpu=cpu_model(), cpus=cpus, gpu=gpu, gpus=gpus)

@@ -1,0 +1,258 @@
+"""The engine on Ray: Ray Train's workers run the loop, this process keeps the run's record."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from raytrain.data.reader import Batch, TrainingImages
+from raytrain.errors import RaytrainError
+from raytrain.orchestrate.cluster import Placement, cluster_hardware, ensure_ray, place
+from raytrain.orchestrate.mailbox import Message, mailbox_beside_me
+from raytrain.orchestrate.stream import open_stream
+from raytrain.orchestrate.validate import Validations
+from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.rows import StepRow, ValidationRow
+from raytrain.session import Result, Session
+from raytrain.train import Job, train
+from raytrain.world import World
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of the cluster.
+
+    Attributes:
+        workers: (fewest, most) training workers; None leaves it to the cluster.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        price_per_hour: of the whole cluster, in USD, where known.
+        verbose: show Ray's own log and the prints of worker processes.
+    """
+
+    workers: tuple[int, int] | None = None
+    device: str = "auto"
+    price_per_hour: float | None = None
+    verbose: bool = False
+
+
+def run_on_ray(job: Job, request: Request) -> Result:
+    """Train with Ray Train's workers, on the cluster that this process is in or a local Ray.
+
+    Raises:
+        RaytrainError: a fault that the user should read in one line.
+    """
+    most = request.workers[1] if request.workers else 1
+    check_workers(job, most)
+    ensure_ray(request.verbose, most)
+    placement = place(request.workers, request.device, job.recipe.validation.where == "beside")
+    check_workers(job, placement.workers[1])
+    job = replace(job, beside=placement.beside)
+    session = Session(job, cluster_hardware(placement), request.price_per_hour)
+    if job.recipe.validation.where == "beside" and not job.beside:
+        session.warn("every GPU has a training worker, so validation is done in line")
+    with session.running():
+        try:
+            if not session.reached_target:
+                _Driver(session, placement).run()
+        except (RaytrainError, KeyboardInterrupt) as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            session.fail("interrupted" if interrupted else "failed", str(error) or "interrupted")
+            raise
+        return session.finish()
+
+
+def check_workers(job: Job, workers: int) -> None:
+    """Refuse more workers than the smallest step has images."""
+    fewest = job.plan.min_count
+    if workers > fewest:
+        raise RaytrainError(
+            f"--workers {workers}: some steps have {fewest} image{'s' if fewest > 1 else ''} only, "
+            f"and each worker needs one; use at most {fewest} workers or a larger phases batch"
+        )
+
+
+class _Driver:
+    """Runs the trainer, and meanwhile hands what its workers tell to the session."""
+
+    def __init__(self, session: Session, placement: Placement) -> None:
+        self._session = session
+        self._placement = placement
+        self._mailbox = mailbox_beside_me(session.earlier_seconds)
+        self._validations = (
+            Validations(session, placement.validator_gpu) if placement.beside else None
+        )
+        self._fault: RaytrainError | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Train to the end or the target; every validation is done when it returns."""
+        listener = threading.Thread(target=self._listen, name="raytrain-driver", daemon=True)
+        listener.start()
+        try:
+            self._fit()
+        finally:
+            self._done.set()
+            listener.join()
+            with contextlib.suppress(Exception):  # Ray may be gone; the run's own end matters
+                if self._validations is not None:
+                    self._validations.close()
+                ray.kill(self._mailbox)
+        if self._fault is not None:
+            raise self._fault
+
+    def _fit(self) -> None:
+        job = self._session.job
+        storage = job.run_dir / ".ray_train"
+        fewest, most = self._placement.workers
+        number: Any = (fewest, most) if self._placement.elastic else most  # Ray's types lack a pair
+        trainer = TorchTrainer(
+            run_worker,
+            train_loop_config={
+                "job": job,
+                "mailbox": self._mailbox,
+                "path": [p for p in sys.path if Path(p).is_dir()] + [str(Path.cwd())],
+            },
+            scaling_config=ScalingConfig(
+                num_workers=number,
+                use_gpu=self._placement.use_gpu,
+                resources_per_worker=None if self._placement.use_gpu else {"CPU": 1},
+            ),
+            run_config=RunConfig(
+                name=f"{time.time_ns()}",
+                storage_path=str(storage),
+                failure_config=FailureConfig(max_failures=job.recipe.faults.max_restarts),
+            ),
+        )
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            final = ray.get(self._mailbox.final_fault.remote())
+            raise RaytrainError(final or _first_cause(error)) from error
+        finally:
+            shutil.rmtree(storage, ignore_errors=True)
+        if final := ray.get(self._mailbox.final_fault.remote()):
+            raise RaytrainError(final)
+
+    def _listen(self) -> None:
+        try:
+            if self._validations is not None:
+                for checkpoint in self._session.job.checkpoints.due():
+                    self._validations.add(checkpoint)
+            while True:
+                last_round = self._done.wait(_POLL_SECONDS)
+                for message in ray.get(self._mailbox.take.remote()):
+                    self._handle(message)
+                if self._validations is not None:
+                    self._validations.take_ready(wait=last_round)
+                if self._session.reached_target:
+                    self._mailbox.stop.remote()
+                if last_round:
+                    return
+        except RaytrainError as error:
+            self._fault = error
+            self._mailbox.stop.remote()
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == "fault":
+            session = self._session
+            step = 0
+            session.event("fault", step, session.seconds(), reason=message.args[0])
+            return
+        getattr(self._session, message.kind)(*message.args)
+        if message.kind == "checkpoint" and self._validations is not None:
+            checkpoint: Checkpoint = message.args[0]
+            if checkpoint.validation_due:
+                self._validations.add(checkpoint)
+
+
+def run_worker(config: dict[str, Any]) -> None:
+    """What each of Ray Train's workers runs."""
+    sys.path.extend(p for p in config["path"] if p not in sys.path)
+    mailbox = config["mailbox"]
+    if ray.get(mailbox.final_fault.remote()) is not None:
+        return
+    context = ray.train.get_context()
+    world = World(
+        rank=context.get_world_rank(),
+        size=context.get_world_size(),
+        local_size=context.get_local_world_size(),
+        device=str(ray.train.torch.get_device()),
+    )
+    cores = max(1, (os.cpu_count() or 1) // world.local_size)
+    torch.set_num_threads(cores)
+    try:
+        train(config["job"], world, _OnRay(mailbox, config["job"], cores))
+    except RaytrainError as error:
+        ray.get(mailbox.fault.remote(str(error), final=True))
+        raise
+    except Exception as error:
+        lost_peer = _is_lost_peer(error)
+        text = f"worker {world.rank}: {type(error).__name__}: {_first_line(error)}"
+        if not lost_peer:
+            ray.get(mailbox.fault.remote(text, final=False))
+        raise
+
+
+class _OnRay:
+    """What the loop needs, over Ray."""
+
+    def __init__(self, mailbox: Any, job: Job, cores: int) -> None:
+        self._mailbox = mailbox
+        self.threads = job.recipe.input.decoders or cores
+
+    def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
+        return open_stream(images, start, self.threads)
+
+    def begin(self, start: int, world_size: int) -> float:
+        seconds: float = ray.get(self._mailbox.begin.remote(start, world_size))
+        return seconds
+
+    def metrics(self, rows: list[StepRow]) -> bool:
+        stop: bool = ray.get(self._mailbox.put.remote("metrics", rows))
+        return stop
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        ray.get(self._mailbox.put.remote("checkpoint", checkpoint))
+
+    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
+        ray.get(self._mailbox.put.remote("validation", row, checkpoint))
+
+    def warn(self, message: str) -> None:
+        ray.get(self._mailbox.put.remote("warn", message))
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another worker went away: that one is the cause."""
+    if isinstance(error, dist.DistError):
+        return True
+    return bool(re.search(r"gloo|nccl|connection (closed|reset)", str(error), re.IGNORECASE))
+
+
+def _first_cause(error: ray.train.TrainingFailedError) -> str:
+    failures = getattr(error, "worker_failures", None)
+    cause = next(iter(failures.values())) if failures else error
+    return f"training failed: {type(cause).__name__}: {_first_line(cause)}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no message"

@@ -1,0 +1,273 @@
+"""The recipe: everything that decides how a model is trained, one small class per section.
+
+All is immutable and strict: an unknown key or a wrong type is an error, and nothing is converted
+but a whole number where a fraction is asked for. Constructing a section with bad values raises
+pydantic's ValidationError; `load_recipe` and `recipe_from_dict` tell the same in one line.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PlainValidator,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from raytrain.recipe.curve import Curve, CurveError
+
+OptimizerName = Literal["sgd", "nag", "adamw"]
+DType = Literal["fp32", "bf16", "fp16"]
+ValidationPlace = Literal["beside", "inline"]
+ValidationClock = Literal["counted", "outside"]
+
+
+def _check_scalar(value: object) -> object:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise ValueError("must be a number, a text, true, false or null")
+
+
+def _check_not_empty(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    # pydantic's own min_length would also complain of a list whose items are wrong.
+    if not phases:
+        raise ValueError("must have at least one item")
+    return phases
+
+
+def _check_rising(pair: tuple[float, float]) -> tuple[float, float]:
+    if pair[0] > pair[1]:
+        raise ValueError(f"the first number must not be above the second, is {list(pair)}")
+    return pair
+
+
+# strict=False on tuples: YAML has lists. The numbers in them stay strict.
+Scalar = Annotated[bool | int | float | str | None, PlainValidator(_check_scalar)]
+Share = Annotated[float, Field(gt=0, le=1)]
+ShareRange = Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(_check_rising)]
+Ratio = Annotated[
+    tuple[PositiveFloat, PositiveFloat], Field(strict=False), AfterValidator(_check_rising)
+]
+Triple = Annotated[tuple[float, float, float], Field(strict=False)]
+PositiveTriple = Annotated[tuple[PositiveFloat, PositiveFloat, PositiveFloat], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """What all sections share: immutable, strict types, no unknown keys, finite numbers."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Model(Section):
+    """Which network is trained."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """A torchvision name, `timm:NAME`, or `module:function` that returns an nn.Module."""
+    args: dict[str, Scalar] = {}
+    """Keyword arguments for the function that builds the model."""
+
+
+class Phase(Section):
+    """Some epochs with one image size, batch size and crop area."""
+
+    epochs: PositiveInt
+    """Epochs that the phase lasts."""
+    image_px: PositiveInt
+    """Height and width of the training images, in pixels."""
+    batch: PositiveInt
+    """Most images in one step, over all workers."""
+    crop_area: ShareRange = (0.08, 1.0)
+    """Least and most of an image's area that a random crop keeps, shares in (0, 1]."""
+
+
+class Schedule(Section):
+    """Hyperparameters as curves over the epochs of the run."""
+
+    lr: Curve
+    """Learning rate, >= 0."""
+    momentum: Curve = Curve.constant(0.9)
+    """Momentum, in [0, 1); with adamw its beta1."""
+    weight_decay: Curve = Curve.constant(0.0)
+    """Weight decay, >= 0."""
+
+
+class Optimizer(Section):
+    """How gradients change the parameters."""
+
+    name: OptimizerName = "nag"
+    """`sgd`: with momentum; `nag`: with Nesterov's momentum; `adamw`."""
+    decay_norm_and_bias: bool = True
+    """Whether weight decay also acts on normalization layers and biases."""
+
+
+class Loss(Section):
+    """What is minimized: cross-entropy."""
+
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the label's weight that is spread evenly over all classes, in [0, 1)."""
+
+
+class Augment(Section):
+    """How training images are varied, beside the phase's `crop_area`."""
+
+    flip: bool = True
+    """Whether each image is mirrored left to right with probability 1/2."""
+    aspect: Ratio = (3 / 4, 4 / 3)
+    """Least and most width / height of a random crop, drawn evenly in the logarithm."""
+
+
+class Normalize(Section):
+    """(pixel - mean) / std for red, green, blue, with pixels in 0..1; by default ImageNet's."""
+
+    mean: Triple = (0.485, 0.456, 0.406)
+    """What is subtracted from red, green, blue."""
+    std: PositiveTriple = (0.229, 0.224, 0.225)
+    """What red, green, blue are then divided by, > 0."""
+
+
+class Precision(Section):
+    """In which numbers and memory order the network computes."""
+
+    dtype: DType = "fp32"
+    """Type of the activations; `fp16` comes with loss scaling."""
+    channels_last: bool = False
+    """Whether tensors of images are stored with the channels last."""
+
+
+class Memory(Section):
+    """How much a worker computes at once."""
+
+    images_per_pass: PositiveInt | None = None
+    """Most images in one forward and backward pass of a worker; more are split in several passes
+    whose gradients add up. null: no limit."""
+
+
+class Validation(Section):
+    """When, where and how the model is validated."""
+
+    every_epochs: PositiveInt = 1
+    """Validate after each this many epochs, and after the last step in any case."""
+    where: ValidationPlace = "beside"
+    """`beside`: in an extra process while training goes on; `inline`: training waits."""
+    image_px: PositiveInt | None = None
+    """Height and width of validation images, in pixels; null: those of the phase just trained."""
+    crop_ratio: Share = 0.875
+    """Side of the centre crop as a share of the resized image's short side, in (0, 1]."""
+    batch: PositiveInt = 256
+    """Images in one forward pass of a validating process."""
+    clock: ValidationClock = "counted"
+    """Whether time spent on validation counts in seconds_to_target."""
+
+
+class Target(Section):
+    """Validation accuracy at which training stops; where both are given, both must be reached."""
+
+    top1: Share | None = None
+    """Share of images whose best guess is right, in (0, 1]; null: not asked for."""
+    top5: Share | None = None
+    """Share of images with the label in the best five guesses, in (0, 1]; null: not asked for."""
+
+
+class Checkpoint(Section):
+    """When the state of training is saved, beside the checkpoint at each validation."""
+
+    every_steps: PositiveInt | None = None
+    """Save after each this many steps; null: only at validations."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept on disk."""
+
+
+class Log(Section):
+    """How often training reports."""
+
+    every_steps: PositiveInt = 10
+    """Steps between two lines of metrics, each of which costs one all-reduce of the sums."""
+
+
+class Input(Section):
+    """How training images are read and decoded."""
+
+    window_blocks: PositiveInt = 64
+    """Blocks of rows that are mixed with each other when the order is shuffled."""
+    decoders: PositiveInt | None = None
+    """Parallel decode tasks of a worker; null: by the number of cores."""
+    ahead_batches: PositiveInt = 4
+    """Finished batches that a worker holds ahead."""
+    audit: bool = False
+    """Whether the rows that each step really used are written to `audit/`."""
+
+
+class Faults(Section):
+    """What happens when workers die."""
+
+    max_restarts: NonNegativeInt = 3
+    """Restarts from the newest checkpoint before the run gives up."""
+
+
+class Recipe(Section):
+    """A whole recipe; the README shows it as YAML."""
+
+    model: Model
+    """Which network is trained."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Decides weights at the start, the order of images, and their crops."""
+    phases: Annotated[tuple[Phase, ...], Field(strict=False), AfterValidator(_check_not_empty)]
+    """What is trained in turn, at least one."""
+    schedule: Schedule
+    """Learning rate, momentum and weight decay over the epochs."""
+    optimizer: Optimizer = Optimizer()
+    """How gradients change the parameters."""
+    loss: Loss = Loss()
+    """What is minimized."""
+    augment: Augment = Augment()
+    """How training images are varied."""
+    normalize: Normalize = Normalize()
+    """How pixels become the network's input."""
+    precision: Precision = Precision()
+    """In which numbers the network computes."""
+    memory: Memory = Memory()
+    """How much a worker computes at once."""
+    validation: Validation = Validation()
+    """When, where and how the model is validated."""
+    target: Target = Target()
+    """When training may stop."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the state of training is saved."""
+    log: Log = Log()
+    """How often training reports."""
+    input: Input = Input()
+    """How training images are read."""
+    faults: Faults = Faults()
+    """What happens when workers die."""
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of the whole run."""
+        return sum(phase.epochs for phase in self.phases)
+
+    @model_validator(mode="after")
+    def _check_curves(self) -> Self:
+        """Curves must fill the run exactly, which only the whole recipe can tell."""
+        faults: list[InitErrorDetails] = []
+        for name, below in (("lr", math.inf), ("momentum", 1.0), ("weight_decay", math.inf)):
+            curve: Curve = getattr(self.schedule, name)
+            try:
+                curve.check_values(0.0, below)
+                curve.resolve(self.num_epochs)
+            except CurveError as error:
+                problem = PydanticCustomError("curve", "{problem}", {"problem": str(error)})
+                loc = ("schedule", name, *error.where)
+                faults.append(InitErrorDetails(type=problem, loc=loc, input=curve))
+        if faults:
+            raise ValidationError.from_exception_data("Recipe", faults)
+        return self

@@ -1,0 +1,118 @@
+"""What a worker counts at each step, added up over the workers only when it is logged."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raytrain.errors import RaytrainError
+from raytrain.parallel.share import sum_over_workers
+from raytrain.recipe.plan import Plan, Step
+from raytrain.run.rows import StepRow
+from raytrain.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    step: Step
+    loss_sum: Tensor
+    correct: Tensor
+    waited: float
+    seconds: float
+    loss_scale: float
+
+
+class Meter:
+    """Per-step sums of one worker, kept on its device until ``rows`` is called.
+
+    Args:
+        plan: the run.
+        world: the worker.
+        seconds: the training clock when the first step begins.
+    """
+
+    def __init__(self, plan: Plan, world: World, seconds: float) -> None:
+        self._plan = plan
+        self._world = world
+        self._last_seconds = seconds
+        self._counted: list[_Counted] = []
+
+    def add(
+        self, step: Step, sums: tuple[Tensor, Tensor], waited: float, seconds: float, scale: float
+    ) -> None:
+        """Take note of one step of this worker.
+
+        Args:
+            step: the step.
+            sums: (sum of the losses, number of right top-1 guesses) of the worker's images, as
+                scalars on the device; nothing is waited for.
+            waited: seconds waited for the batch.
+            seconds: training clock after the step.
+            scale: fp16's loss scale in the step; 1 without.
+        """
+        self._counted.append(_Counted(step, *sums, waited, seconds, scale))
+
+    def rows(self, stop: bool) -> tuple[list[StepRow], bool]:
+        """One row for each step since the last call, the same on every worker.
+
+        All workers must call it after the same step: it is the one exchange of the meters.
+
+        Args:
+            stop: whether this worker was asked to stop.
+
+        Returns:
+            The rows, and whether any worker was asked to stop.
+
+        Raises:
+            RaytrainError: a loss isn't finite.
+        """
+        counted, self._counted = self._counted, []
+        device = counted[0].loss_sum.device
+        sums = torch.zeros(len(counted) + 1, 3, dtype=torch.float64, device=device)
+        sums[:-1, 0] = torch.stack([c.loss_sum.detach() for c in counted])
+        sums[:-1, 1] = torch.stack([c.correct for c in counted])
+        sums[:-1, 2] = torch.tensor([c.waited for c in counted], device=device)
+        sums[-1, 0] = float(stop)
+        *steps, last = sum_over_workers(sums, self._world).tolist()
+        rows = self._make_rows(counted, steps)
+        self._last_seconds = rows[-1].seconds
+        _check_finite(rows)
+        return rows, last[0] > 0
+
+    def _make_rows(self, counted: list[_Counted], sums: list[list[float]]) -> list[StepRow]:
+        elapsed = max(counted[-1].seconds - self._last_seconds, 1e-9)
+        images_per_s = sum(c.step.count for c in counted) / elapsed
+        return [
+            StepRow(
+                step=c.step.index,
+                epoch=c.step.epoch,
+                phase=c.step.phase,
+                samples_seen=self._plan.samples_before(c.step.index + 1),
+                seconds=c.seconds,
+                lr=c.step.lr,
+                momentum=c.step.momentum,
+                weight_decay=c.step.weight_decay,
+                batch=c.step.count,
+                image_px=c.step.image_px,
+                loss=loss_sum / c.step.count,
+                top1=correct / c.step.count,
+                images_per_s=images_per_s,
+                data_wait_s=waited / self._world.size,
+                loss_scale=c.loss_scale,
+                world_size=self._world.size,
+            )
+            for c, (loss_sum, correct, waited) in zip(counted, sums, strict=True)
+        ]
+
+
+def _check_finite(rows: list[StepRow]) -> None:
+    for row in rows:
+        if not math.isfinite(row.loss):
+            raise RaytrainError(
+                f"the loss is {row.loss} at step {row.step} (epoch {row.epoch}, "
+                f"phases[{row.phase}], lr {row.lr:.4g}, momentum {row.momentum:.3g}); "
+                "lower schedule.lr or warm it up longer"
+            )

@@ -1,0 +1,99 @@
+"""`raytrain report`: several runs side by side, as a table and as one picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from raytrain.errors import RaytrainError
+from raytrain.run.format import duration, percent, rate
+from raytrain.run.history import EVENTS, METRICS, History, read_history, summarize
+from raytrain.run.rows import Summary
+
+
+def report(run_dirs: Sequence[Path], picture: Path | None = None) -> Table:
+    """Compare runs, finished or not; with `picture`, also draw them together into that PNG.
+
+    Raises RaytrainError for a folder that is no run, a damaged file, or a picture that cannot be
+    written.
+    """
+    from raytrain.run.picture import draw_convergence  # noqa: PLC0415 - matplotlib is slow
+
+    histories = [read_history(run_dir) for run_dir in run_dirs]
+    if picture is not None:
+        try:
+            draw_convergence(histories, picture)
+        except OSError as error:
+            raise RaytrainError(
+                f"cannot draw the picture {picture}: {error.strerror}; give another --out"
+            ) from error
+    return runs_table(histories)
+
+
+def runs_table(histories: Sequence[History]) -> Table:
+    """Two lines a run, so that the table fits a terminal of 80 columns."""
+    table = Table(box=SIMPLE_HEAD, header_style="bold", leading=1, padding=(0, 1, 0, 0))
+    table.add_column("run\nmodel", overflow="fold")
+    table.add_column("status\nvalidation", overflow="fold")
+    table.add_column("best top-1\nbest top-5", justify="right")
+    table.add_column("time\nto target", justify="right")
+    table.add_column("epochs\nsteps", justify="right")
+    table.add_column("images/s\ncost", justify="right")
+    table.add_column("workers\nrestarts", justify="right")
+    names = [history.name for history in histories]
+    for history in histories:
+        ambiguous = names.count(history.name) > 1
+        table.add_row(*_cells(history, str(history.path) if ambiguous else history.name))
+    return table
+
+
+def _cells(history: History, name: str) -> list[Text]:
+    """The cells of a run's row; as Text, so that a name with brackets is no markup."""
+    if history.facts is None:
+        return [Text(name), Text(f"not started\nsilent {_silence(history)}")]
+    # A run without a summary is summed up as if it ended now.
+    summary = history.summary or summarize(
+        history, "interrupted", "", seconds=history.last_seconds, startup_seconds=None
+    )
+    if history.summary:
+        status = f"{summary.status.replace('_', ' ')}\n{summary.validation_clock}"
+    else:
+        status = f"running or dead\nsilent {_silence(history)}"
+    speed = "-" if summary.images_per_s is None else rate(summary.images_per_s)
+    cost = "-" if summary.cost is None else f"${summary.cost:,.2f}"
+    cells = [
+        f"{name}\n{summary.model}",
+        status,
+        f"{percent(summary.best_top1)}\n{percent(summary.best_top5)}",
+        f"{duration(summary.seconds)}\n{_to_target(summary)}",
+        f"{summary.epochs:g}\n{summary.steps:,}",
+        f"{speed}\n{cost}",
+        f"{_workers(summary.world_sizes)}\n{summary.restarts}",
+    ]
+    return [Text(cell) for cell in cells]
+
+
+def _to_target(summary: Summary) -> str:
+    if not summary.target:
+        return "no target"
+    if summary.seconds_to_target is None:
+        return "missed" if summary.status == "target_missed" else "-"
+    return duration(summary.seconds_to_target)
+
+
+def _workers(sizes: Sequence[int]) -> str:
+    if len(sizes) <= 1:
+        return str(*sizes)
+    return f"{min(sizes)} to {max(sizes)}"
+
+
+def _silence(history: History) -> str:
+    """How long ago the run wrote its last row, for a person to tell running from dead."""
+    files = [history.path / name for name in (METRICS, EVENTS)]
+    newest = max(file.stat().st_mtime for file in files if file.exists())
+    return duration(max(0.0, time.time() - newest))

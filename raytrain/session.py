@@ -1,0 +1,253 @@
+"""A run seen from its driver: the run directory, the display, the target. No Ray.
+
+Engines (``inline``, ``orchestrate.launch``) run the workers and tell a Session what they hear.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from raytrain.errors import RaytrainError
+from raytrain.recipe.load import dump_recipe, load_recipe, recipe_differences
+from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.history import EVENTS, RECIPE, read_history
+from raytrain.run.progress import Progress, closing
+from raytrain.run.record import RunRecord, git_commit, package_versions
+from raytrain.run.rows import (
+    DataSource,
+    Hardware,
+    RunFacts,
+    Status,
+    StepRow,
+    Summary,
+    ValidationRow,
+    meets,
+)
+from raytrain.train import Clock, Job, target_of
+
+FINISHED: tuple[Status, ...] = ("target_reached", "target_missed", "completed")
+MODEL_FILE = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        run_dir: everything that the run left.
+        summary: what summary.json holds.
+    """
+
+    run_dir: Path
+    summary: Summary
+
+    @property
+    def exit_status(self) -> int:
+        """0: what was asked happened; 3: finished below the target; 1: anything else."""
+        return {"target_reached": 0, "completed": 0, "target_missed": 3}.get(self.summary.status, 1)
+
+
+class Session:
+    """One command's part of a run: from its start, or from where an earlier command left it.
+
+    Use it as a context; it holds the run directory for itself.
+
+    Args:
+        job: the run.
+        hardware: what the workers run on.
+        price_per_hour: of all of it, in USD, where known.
+
+    Raises:
+        RaytrainError: the directory holds a run of another recipe or other data, or is in use.
+    """
+
+    def __init__(self, job: Job, hardware: Hardware, price_per_hour: float | None) -> None:
+        self.job = job
+        self._began = time.perf_counter()
+        self._startup_seconds: float | None = None
+        self._target = target_of(job.recipe)
+        self._facts = RunFacts(
+            model=_name_of(job),
+            data=DataSource(
+                uri=job.shards.uri,
+                fingerprint=job.shards.fingerprint,
+                num_classes=len(job.shards.classes),
+            ),
+            total_steps=job.plan.num_steps,
+            hardware=hardware,
+            versions=package_versions(torch.version.cuda if hardware.gpus else None),
+            target=self._target,
+            validation_clock=job.recipe.validation.clock,
+            git_commit=git_commit(Path.cwd()),
+            price_per_hour=price_per_hour,
+        )
+        self._record = RunRecord(job.run_dir)
+        self._lock = _lock(job.run_dir)
+        self._progress = Progress(job.plan)
+        self.earlier_seconds = self._record.last_seconds()
+        self._clock: Clock | None = None
+        self._best = -1.0
+        self._world_size = 0
+        self.target_row = _reached_before(job, self._target)
+
+    @contextmanager
+    def running(self) -> Iterator[Session]:
+        """Show the progress inside, and let go of the run directory after."""
+        try:
+            with self._progress:
+                yield self
+        finally:
+            self._lock.close()
+
+    @property
+    def reached_target(self) -> bool:
+        return self.target_row is not None
+
+    def begin(self, start: int, world_size: int, seconds: float) -> None:
+        """The workers are about to make step ``start``: at first, or again after a fault.
+
+        Args:
+            start: steps done.
+            world_size: number of workers.
+            seconds: training clock now.
+        """
+        if self._clock is None:
+            self._startup_seconds = time.perf_counter() - self._began
+            self._record.recipe(dump_recipe(self.job.recipe))
+            event = self._record.start(self._facts, step=start)
+        else:
+            lost = self._record.rewind(start)
+            event = self._record.event(
+                "recovery", step=start, seconds=seconds, world_size=world_size, rows_dropped=lost
+            )
+        self._progress.event(event)
+        if self._world_size not in (0, world_size):
+            self.event("resize", start, seconds, world_size=world_size)
+        self._world_size = world_size
+        self._clock = Clock(seconds)
+
+    def seconds(self) -> float:
+        """The training clock."""
+        return self._clock.seconds() if self._clock else self.earlier_seconds
+
+    def metrics(self, rows: list[StepRow]) -> None:
+        """Steps were made."""
+        self._record.metrics(rows)
+        self._progress.steps(rows)
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint was written."""
+        self.event("checkpoint", checkpoint.step, checkpoint.seconds)
+
+    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
+        """A checkpoint was validated: keep the best weights, and see whether it is at the target.
+
+        The checkpoint stops being due only after its row is written down.
+        """
+        self._record.validation(row)
+        self._progress.validation(row)
+        if row.top1 > self._best:
+            self._best = row.top1
+            checkpoint.export_model(self.job.run_dir / MODEL_FILE)
+        checkpoint.validated()
+        if self.target_row is None and meets(self._target, row):
+            self.target_row = row
+            self.event("target", row.step, row.seconds, top1=row.top1, top5=row.top5)
+
+    def event(self, kind: str, step: int, seconds: float, **detail: object) -> None:
+        """Anything else that a reader of the run should know."""
+        self._progress.event(self._record.event(kind, step=step, seconds=seconds, **detail))
+
+    def warn(self, message: str) -> None:
+        """Something that a user should read now."""
+        print(f"warning: {message}", file=sys.stderr)
+
+    def finish(self) -> Result:
+        """All was done; write the summary and the picture."""
+        row, seconds = self.target_row, self.seconds()
+        status: Status
+        if row is not None:
+            status, reason = "target_reached", f"target reached after {row.seconds:.1f} s"
+        elif self._target:
+            status, reason = "target_missed", "all epochs ran and the target wasn't reached"
+        else:
+            status, reason = "completed", "all epochs ran"
+        return self._end(status, reason, seconds)
+
+    def fail(self, status: Status, reason: str) -> None:
+        """The run ended early; leave a summary of what there is, if it had begun."""
+        if self._clock is not None:
+            self._end(status, reason, self.seconds())
+
+    def _end(self, status: Status, reason: str, seconds: float) -> Result:
+        summary = self._record.finish(
+            status, reason, seconds=seconds, startup_seconds=self._startup_seconds
+        )
+        return Result(self.job.run_dir, summary)
+
+
+def finished_before(job: Job) -> Result | None:
+    """The result of a run that this directory already holds to its end; None where it doesn't.
+
+    Raises:
+        RaytrainError: the directory holds a run of another recipe or of other data.
+    """
+    run_dir = job.run_dir
+    if not (run_dir / EVENTS).exists():
+        return None
+    if changed := recipe_differences(load_recipe(run_dir / RECIPE), job.recipe):
+        raise RaytrainError(
+            f"{run_dir} holds a run of another recipe ({'; '.join(changed)}); "
+            "undo the change or choose another --run-dir"
+        )
+    history = read_history(run_dir)
+    facts = history.facts
+    if facts is not None and facts.data.fingerprint != job.shards.fingerprint:
+        raise RaytrainError(
+            f"{run_dir} holds a run on other data ({facts.data.uri}, fingerprint "
+            f"{facts.data.fingerprint[:12]}, not {job.shards.fingerprint[:12]}); "
+            "give that ShardSet or choose another --run-dir"
+        )
+    if history.summary is not None and history.summary.status in FINISHED:
+        return Result(run_dir, history.summary)
+    return None
+
+
+def tell(result: Result) -> str:
+    """The closing lines of a run for a person."""
+    return closing(result.summary, result.run_dir)
+
+
+def _reached_before(job: Job, target: dict[str, float]) -> ValidationRow | None:
+    if not (job.run_dir / EVENTS).exists():
+        return None
+    rows = read_history(job.run_dir).validations
+    return next((row for row in rows if meets(target, row)), None)
+
+
+def _name_of(job: Job) -> str:
+    maker = job.parts.model
+    if maker is None:
+        return job.recipe.model.name
+    return f"{maker.__module__}:{getattr(maker, '__qualname__', type(maker).__name__)}"
+
+
+def _lock(run_dir: Path) -> TextIO:
+    lock = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise RaytrainError(
+            f"{run_dir} is in use by another raytrain; wait for it or choose another --run-dir"
+        ) from error
+    return lock

@@ -1,0 +1,422 @@
+"""READ FIRST: the training loop of one worker, top to bottom. Plain torch, no Ray.
+
+The step number is the whole state of progress. A plan says what each step needs; a worker adds
+who it is; a checkpoint adds the weights. Everything that an engine (Ray, or this process alone)
+does differently is behind ``Outside``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
+from raytrain.data.shards import ShardSet
+from raytrain.learn.loss import LossFunction, build_loss, count_correct, loss_sum
+from raytrain.learn.models import build_model
+from raytrain.learn.optim import (
+    OptimizerMaker,
+    build_optimizer,
+    parameter_groups,
+    set_hyperparameters,
+)
+from raytrain.learn.precision import Normalizer, NumberFormat
+from raytrain.parallel.share import (
+    agree,
+    average_buffers,
+    share_gradients,
+    sum_over_workers,
+    without_exchange,
+)
+from raytrain.recipe.plan import Plan, Step, share
+from raytrain.recipe.types import Loss, Recipe
+from raytrain.run.audit import AuditWriter
+from raytrain.run.checkpoint import (
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointWriter,
+    Snapshot,
+    copy_to_cpu,
+)
+from raytrain.run.evaluate import Examiner, Score
+from raytrain.run.feed import DeviceBatch, Feed
+from raytrain.run.meter import Meter
+from raytrain.run.rows import StepRow, ValidationRow, meets
+from raytrain.world import World
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Functions of the user's in place of what the recipe names.
+
+    Attributes:
+        model: called with the number of classes, returns an nn.Module.
+        loss: called with logits (n, classes) and labels (n,); returns one number an image (n,) or
+            their mean.
+        optimizer: called with a list of parameter groups, returns a torch optimizer. Its lr,
+            momentum (or beta_1) and weight decay are written by the plan at every step.
+    """
+
+    model: Callable[[int], nn.Module] | None = None
+    loss: LossFunction | None = None
+    optimizer: OptimizerMaker | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained: the same for every worker and every attempt.
+
+    Attributes:
+        recipe: how.
+        shards: on what.
+        run_dir: where checkpoints go; every worker must reach it.
+        parts: the user's own functions.
+        beside: whether the engine validates checkpoints in a process of their own, so that the
+            workers needn't.
+    """
+
+    recipe: Recipe
+    shards: ShardSet
+    run_dir: Path
+    parts: Parts = field(default_factory=Parts)
+    beside: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        return Plan(self.recipe, self.shards.num_images("train"))
+
+    @property
+    def checkpoints(self) -> CheckpointFolder:
+        return CheckpointFolder(self.run_dir / "checkpoints", self.recipe.checkpoint.keep)
+
+
+class Outside(Protocol):
+    """What the loop needs of the engine that runs it."""
+
+    threads: int
+    """CPU threads that this worker may decode with."""
+
+    def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
+        """This worker's batches from step ``start`` to the end, read ahead."""
+
+    def begin(self, start: int, world_size: int) -> float:
+        """Rank 0 is about to make step ``start``; gives the training clock in seconds."""
+
+    def metrics(self, rows: list[StepRow]) -> bool:
+        """Rank 0 has these steps to tell; gives whether the run should stop."""
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        """A checkpoint is whole. Called from another thread of rank 0."""
+
+    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
+        """Rank 0 has the score of the weights in this checkpoint, validated in line."""
+
+    def warn(self, message: str) -> None:
+        """Something that a user should read."""
+
+
+def train(job: Job, world: World, outside: Outside) -> None:
+    """Train one worker's share of a run, from the newest checkpoint to the end or the target.
+
+    Args:
+        job: what to train.
+        world: who this worker is; with more than one, torch.distributed's group must be there.
+        outside: the engine.
+
+    Raises:
+        RaytrainError: a fault that the user should read in one line.
+    """
+    recipe, plan = job.recipe, job.plan
+    learner = build_learner(job, world)
+    start, attempt = restore(learner, job, world, outside)
+    clock = Clock(outside.begin(start, world.size) if world.is_first else 0.0)
+    images = TrainingImages(job.shards, plan, world.rank, world.size)
+    meter = Meter(plan, world, clock.seconds())
+    asked_to_stop = stop = False
+    with ExitStack() as cleanup:
+        feed = Feed(outside.batches(images, start), world.device, recipe.input.ahead_batches)
+        cleanup.callback(feed.close)
+        writer = CheckpointWriter(job.checkpoints, outside.checkpoint)
+        cleanup.callback(writer.close)
+        audit = None
+        if recipe.input.audit:
+            audit = AuditWriter(job.run_dir / "audit", attempt, start, world)
+            cleanup.callback(audit.close)
+
+        for batch in feed:
+            step = plan.step(batch.step)
+            done = step.index + 1
+            torch.manual_seed(_seed(recipe.seed, step.index, world.rank))
+            set_hyperparameters(learner.optimizer, step)
+            sums = forward_backward(learner, batch, step, world)
+            scaler = learner.number_format.scaler
+            scale = scaler.get_scale()
+            scaler.step(learner.optimizer)
+            scaler.update()
+            learner.optimizer.zero_grad()
+            if audit is not None:
+                audit.step(step.index, batch.rows)
+            meter.add(step, sums, batch.waited, clock.seconds(), scale)
+
+            validates = plan.validates_after(step.index)
+            if validates or done % recipe.log.every_steps == 0:
+                rows, stop = meter.rows(asked_to_stop)
+                if world.is_first:
+                    asked_to_stop = outside.metrics(rows)
+            if validates or _due(done, recipe.checkpoint.every_steps):
+                average_buffers(learner.model, world)
+                if world.is_first:
+                    writer.write(take_snapshot(learner, job, step, clock.seconds()))
+            if validates and not job.beside:
+                with clock.paused(recipe.validation.clock == "outside"):
+                    score = validate_in_line(learner, job, step, world, outside.threads)
+                row = validation_row(score, done, _epochs_done(plan, step), clock.seconds())
+                if world.is_first:
+                    writer.wait()
+                    outside.validation(row, job.checkpoints.at(done))
+                stop = stop or meets(target_of(recipe), row)
+            if stop:
+                break
+        writer.wait()
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What is trained, and what trains it.
+
+    Attributes:
+        model: on the device; ``shared`` is the same model with its gradients exchanged.
+        shared: what the forward pass calls.
+        optimizer: over the model's parameters.
+        loss: for training.
+        examiner: for validation.
+        number_format: precision and loss scale.
+        normalizer: pixels to input.
+        images_per_pass: most images in one forward and backward pass.
+    """
+
+    model: nn.Module
+    shared: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    examiner: Examiner
+    number_format: NumberFormat
+    normalizer: Normalizer
+    images_per_pass: int | None
+
+
+def build_learner(job: Job, world: World) -> Learner:
+    """Model, optimizer and loss with the same first weights on every worker."""
+    recipe = job.recipe
+    torch.manual_seed(recipe.seed)
+    examiner = build_examiner(job, world.device)
+    number_format = examiner.number_format
+    model = number_format.place(build_job_model(job), world.device)
+    groups = parameter_groups(model, recipe.optimizer)
+    make_optimizer = job.parts.optimizer or (lambda g: build_optimizer(recipe.optimizer, g))
+    return Learner(
+        model=model,
+        shared=share_gradients(model, world),
+        optimizer=make_optimizer(groups),
+        loss=job.parts.loss or build_loss(recipe.loss),
+        examiner=examiner,
+        number_format=number_format,
+        normalizer=examiner.normalizer,
+        images_per_pass=recipe.memory.images_per_pass,
+    )
+
+
+def build_job_model(job: Job) -> nn.Module:
+    """The job's model with fresh weights, on the CPU."""
+    num_classes = len(job.shards.classes)
+    if job.parts.model is not None:
+        return job.parts.model(num_classes)
+    return build_model(job.recipe.model, num_classes)
+
+
+def build_examiner(job: Job, device: str) -> Examiner:
+    """What validation of a job needs; its loss is without label smoothing."""
+    recipe = job.recipe
+    number_format = NumberFormat(recipe.precision, device)
+    normalizer = Normalizer(
+        recipe.normalize.mean, recipe.normalize.std, device, recipe.precision.channels_last
+    )
+    return Examiner(job.parts.loss or build_loss(Loss()), number_format, normalizer, device)
+
+
+def forward_backward(
+    learner: Learner, batch: DeviceBatch, step: Step, world: World
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the step's mean loss over *all* its images, in as many passes as memory needs.
+
+    The exchange averages over workers, so each image's loss is weighted with
+    ``world.size / step.count``: however the images are split, each counts the same.
+
+    Returns:
+        (sum of the losses, right top-1 guesses) over this worker's images, on the device.
+    """
+    number = len(batch.labels)
+    passes = -(-number // (learner.images_per_pass or number))
+    total_loss = torch.zeros((), device=batch.labels.device)
+    correct = torch.zeros((), dtype=torch.int64, device=batch.labels.device)
+    for i in range(passes):
+        offset, size = share(number, i, passes)
+        part = slice(offset, offset + size)
+        with ExitStack() as context:
+            if i < passes - 1:
+                context.enter_context(without_exchange(learner.shared))
+            with learner.number_format.autocast():
+                logits = learner.shared(learner.normalizer(batch.pixels[part]))
+            logits = logits.float()
+            loss = loss_sum(learner.loss, logits, batch.labels[part])
+            learner.number_format.scaler.scale(loss * (world.size / step.count)).backward()
+        total_loss += loss.detach()
+        correct += count_correct(logits.detach(), batch.labels[part], 1)
+    return total_loss, correct
+
+
+def restore(learner: Learner, job: Job, world: World, outside: Outside) -> tuple[int, int]:
+    """Load the newest whole checkpoint, if there is one.
+
+    Returns:
+        (steps done, a number for this attempt that is larger than that of any before).
+    """
+    found = job.checkpoints.newest(outside.warn) if world.is_first else None
+    start, attempt = agree([found.step if found else 0, time.time_ns()], world)
+    if start == 0:
+        return start, attempt
+    checkpoint = found or job.checkpoints.at(start)
+    learner.model.load_state_dict(checkpoint.load_model())
+    state = checkpoint.load_training()
+    learner.optimizer.load_state_dict(state["optimizer"])
+    learner.number_format.scaler.load_state_dict(state["scaler"])
+    return start, attempt
+
+
+def take_snapshot(learner: Learner, job: Job, step: Step, seconds: float) -> Snapshot:
+    """A copy of the state after a step, in CPU memory."""
+    recipe, plan = job.recipe, job.plan
+    return Snapshot(
+        step=step.index + 1,
+        epoch=_epochs_done(plan, step),
+        seconds=seconds,
+        image_px=recipe.validation.image_px or step.image_px,
+        validate=plan.validates_after(step.index),
+        model=copy_to_cpu(learner.model.state_dict()),
+        training={
+            "optimizer": _copy(learner.optimizer.state_dict()),
+            "scaler": learner.number_format.scaler.state_dict(),
+        },
+    )
+
+
+def validate_in_line(learner: Learner, job: Job, step: Step, world: World, threads: int) -> Score:
+    """Score the model on all validation images, shared by the workers; the same on each."""
+    offset, size = share(job.shards.num_images("val"), world.rank, world.size)
+    rows = range(offset, offset + size)
+    image_px = job.recipe.validation.image_px or step.image_px
+    mine = score_rows(
+        learner.examiner, learner.model, validation_images(job, image_px, rows), threads
+    )
+    sums = torch.tensor(
+        [mine.images, mine.top1, mine.top5, mine.loss], dtype=torch.float64, device=world.device
+    )
+    return Score(*sum_over_workers(sums, world).tolist())
+
+
+def score_checkpoint(
+    job: Job, checkpoint: Checkpoint, model: nn.Module, device: str, threads: int
+) -> Score:
+    """Score the weights of a checkpoint on all validation images.
+
+    Args:
+        job: the run.
+        checkpoint: whose weights.
+        model: one of the job's models, on the device; its weights are replaced.
+        device: torch device name.
+        threads: CPU threads to decode with.
+    """
+    model.load_state_dict(checkpoint.load_model())
+    rows = range(job.shards.num_images("val"))
+    images = validation_images(job, checkpoint.image_px, rows)
+    return score_rows(build_examiner(job, device), model, images, threads)
+
+
+def validation_images(job: Job, image_px: int, rows: range) -> ValidationImages:
+    """Validation rows as the recipe wants them seen."""
+    validation = job.recipe.validation
+    return ValidationImages(job.shards, image_px, validation.crop_ratio, validation.batch, rows)
+
+
+def score_rows(
+    examiner: Examiner, model: nn.Module, images: ValidationImages, threads: int
+) -> Score:
+    """Score a model on validation images, decoded by threads of this process."""
+    return examiner.score(model, read_with_threads(images, images.units(), threads))
+
+
+def validation_row(score: Score, step: int, epoch: float, seconds: float) -> ValidationRow:
+    """A score of all validation images as a row of validations.jsonl."""
+    return ValidationRow(
+        step=step,
+        epoch=epoch,
+        seconds=seconds,
+        top1=score.top1 / score.images,
+        top5=score.top5 / score.images,
+        loss=score.loss / score.images,
+        num_images=round(score.images),
+    )
+
+
+def target_of(recipe: Recipe) -> dict[str, float]:
+    """The shares that the recipe asks for; empty without a target."""
+    return {k: v for k, v in recipe.target.model_dump().items() if v is not None}
+
+
+class Clock:
+    """The training clock: seconds since a run began, minus what its rule leaves out."""
+
+    def __init__(self, seconds: float) -> None:
+        self._zero = time.perf_counter() - seconds
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._zero
+
+    @contextmanager
+    def paused(self, when: bool) -> Iterator[None]:
+        """Stand still inside, if ``when``."""
+        began = time.perf_counter()
+        yield
+        if when:
+            self._zero += time.perf_counter() - began
+
+
+def _epochs_done(plan: Plan, step: Step) -> float:
+    return plan.samples_before(step.index + 1) / plan.num_images
+
+
+def _due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
+
+
+def _seed(seed: int, step: int, rank: int) -> int:
+    """Of the model's own randomness, such as dropout: a function of the step, so never saved."""
+    return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
+
+
+def _copy(state: object) -> object:
+    """A deep copy of an optimizer's state dict with its tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return {key: _copy(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [_copy(value) for value in state]
+    return state
