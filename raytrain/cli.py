@@ -122,6 +122,72 @@ def show(
     print(f"curves: {picture}")
 
 
+data_app = typer.Typer(no_args_is_help=True, help="Look into a ShardSet, or compare two.")
+app.add_typer(data_app, name="data")
+
+ShardSetAddress = Annotated[
+    str, typer.Argument(metavar="SET", help="A ShardSet: a folder or an s3:// address.")
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="By default one a core.")]
+
+
+@data_app.command("check")
+def check_data(shard_set: ShardSetAddress, threads: Threads = None) -> None:
+    """Read all of a ShardSet and say what is wrong with it. Exit status 1 if anything is.
+
+    Checksums, every image in every size, labels and counts, images in both splits or under two
+    classes. Images that are twice in a split are named too, but aren't wrong.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from raytrain.data.check import balance_table, check_set
+    from raytrain.data.shards import SPLITS, ShardSet
+
+    shards = ShardSet.open(shard_set)
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("checking", total=sum(map(shards.num_images, SPLITS)))
+        findings = check_set(shards, threads, lambda images: bar.advance(task, images))
+    Console().print(balance_table(shards))
+    for finding in findings:
+        print(f"{'wrong' if finding.is_wrong else 'note'}: {finding.text}")
+    wrong = sum(finding.is_wrong for finding in findings)
+    print(f"{shards.uri}: {wrong} wrong, {len(findings) - wrong} to note")
+    raise typer.Exit(1 if wrong else 0)
+
+
+@data_app.command("show")
+def show_data(
+    shard_set: ShardSetAddress,
+    recipe: Annotated[str, typer.Option(help="A YAML file, or the name of one of raytrain's.")],
+    phase: Annotated[int, typer.Option(min=0, help="Number of the recipe's phase.")] = 0,
+    split: Annotated[Literal["train", "val"], typer.Option()] = "train",
+    images: Annotated[int, typer.Option(min=1, help="At most.")] = 32,
+    out: Annotated[Path, typer.Option(help="The picture to write.")] = Path("images.png"),
+    overrides: Overrides = None,
+) -> None:
+    """Draw what the model will really see in a phase, with the classes."""
+    from raytrain.data.shards import ShardSet
+    from raytrain.data.sheet import training_sheet, validation_sheet
+    from raytrain.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    shards = ShardSet.open(shard_set, loaded.input)
+    make = training_sheet if split == "train" else validation_sheet
+    make(shards, loaded, phase, images).draw(out)
+    print(f"picture: {out}")
+
+
+@data_app.command("diff")
+def diff_data(old: ShardSetAddress, new: ShardSetAddress, threads: Threads = None) -> None:
+    """Say what changed from one ShardSet to another: classes, counts, options, images."""
+    from raytrain.data.compare import compare_sets
+    from raytrain.data.shards import ShardSet
+
+    lines = compare_sets(ShardSet.open(old), ShardSet.open(new), threads)
+    print("\n".join(lines) or "the same images, labels and order")
+
+
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
@@ -147,6 +213,64 @@ def demo(
     from raytrain.demo import run_demo
 
     raise typer.Exit(run_demo(folder, workers))
+
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure what this machine can do.")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command("input")
+def bench_input(
+    where: Annotated[
+        str, typer.Argument(metavar="DIR|SET", help="A folder of images, or a ShardSet.")
+    ],
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each rival.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0, help="CPU seconds of a turn, at least.")] = 0.5,
+    images: Annotated[int, typer.Option(min=2, help="Images to measure with, at most.")] = 512,
+    sizes: Annotated[
+        str, typer.Option(help="Short sides in pixels to prepare, where DIR holds images.")
+    ] = "160,256,352,original",
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Also measure the stream through Ray Data.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Where to write all numbers.")] = None,
+) -> None:
+    """Measure how fast images are decoded here, beside other loaders."""
+    from rich.console import Console
+
+    from raytrain.bench.input import BenchOptions, tables
+    from raytrain.bench.input import bench_input as run
+    from raytrain.orchestrate.prepare import parse_sizes
+
+    report = run(where, BenchOptions(parse_sizes(sizes), images, repeats, seconds, stream))
+    Console().print(tables(report))
+    if json:
+        json.write_text(report.as_json() + "\n", encoding="utf-8")
+        print(f"numbers: {json}")
+
+
+cluster_app = typer.Typer(no_args_is_help=True, help="Check files that describe a cluster.")
+app.add_typer(cluster_app, name="cluster")
+
+
+@cluster_app.command("check")
+def check_cluster(
+    files: Annotated[list[Path], typer.Argument(help="For `ray up`, or a RayCluster for KubeRay.")],
+    data_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="GB that the data takes on a node's disk; by default ImageNet's."),
+    ] = None,
+) -> None:
+    """Say what is wrong with cluster files, without asking any cloud. Exit status 1: something."""
+    from raytrain.orchestrate.cluster_check import check_cluster_file
+
+    found = {file: check_cluster_file(file, data_gb) for file in files}
+    for file, findings in found.items():
+        for finding in findings:
+            print(f"{file}:{finding.line}: {finding.key}: {finding.text}")
+        if not findings:
+            print(f"{file}: ok")
+    raise typer.Exit(1 if any(found.values()) else 0)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,13 +20,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from raytrain.data.augment import CropRule, Windows, centre_windows, random_windows
-from raytrain.data.decode import Pixels, decode_crops
+from raytrain.data.decode import DamagedImageError, Decoder, Pixels
+from raytrain.data.decode_cpu import CpuDecoder
 from raytrain.data.order import BlockLayout, Order, Rows
 from raytrain.data.shards import Block, ShardSet, Size
 from raytrain.errors import RaytrainError
 from raytrain.recipe.plan import Plan, Step, share
 
-_UNIT_BYTES = 16 << 20  # pixels decoded by one task: big enough to hide its start, small in memory
+_UNIT_BYTES = 16 << 20  # most pixels decoded by one task, for memory's sake
+_UNIT_IMAGES = 512  # most images decoded by one task: enough to hide what starting it costs
 _CACHE_BYTES = 256 << 20  # compressed blocks kept by each process that reads
 
 
@@ -56,12 +58,14 @@ class TrainingImages:
         plan: the run.
         rank: the worker.
         world_size: how many workers share each step.
+        decoder: what makes pixels of the stored images.
     """
 
     shards: ShardSet
     plan: Plan
     rank: int = 0
     world_size: int = 1
+    decoder: Decoder = field(default_factory=CpuDecoder)
 
     @cached_property
     def _stored(self) -> _StoredSplit:
@@ -80,14 +84,16 @@ class TrainingImages:
 
     def units(self, start: int) -> list[range]:
         """The steps from ``start`` to the end, cut into runs that one task decodes in one go."""
-        units, first, size = [], start, 0
+        units, first, images, size = [], start, 0, 0
         for s in range(start, self.plan.num_steps):
             step = self.plan.step(s)
-            more = share(step.count, self.rank, self.world_size)[1] * step.image_px**2 * 3
-            if s > first and size + more > _UNIT_BYTES:
+            more = share(step.count, self.rank, self.world_size)[1]
+            more_bytes = more * step.image_px**2 * 3
+            full = images + more > _UNIT_IMAGES or size + more_bytes > _UNIT_BYTES
+            if s > first and full:
                 units.append(range(first, s))
-                first, size = s, 0
-            size += more
+                first, images, size = s, 0, 0
+            images, size = images + more, size + more_bytes
         if first < self.plan.num_steps:
             units.append(range(first, self.plan.num_steps))
         return units
@@ -102,18 +108,26 @@ class TrainingImages:
         for s in steps:
             step = self.plan.step(s)
             rows = self.rows(step)
-            stored = self._stored.fetch(self.shards.size_for(step.image_px), rows)
+            stored = self._fetch(self.shards.size_for(step.image_px), rows)
             rule = CropRule(step.crop_area, augment.aspect, augment.flip)
             windows = random_windows(
                 rule, self.plan.recipe.seed, step.epoch, rows, (stored.widths, stored.heights)
             )
-            pixels = _decode(stored, windows, step.image_px, rows)
+            pixels = _decode(self.decoder, stored, windows, step.image_px, rows)
             yield Batch(s, pixels, stored.labels, rows)
+
+    def _fetch(self, size: Size, rows: Rows) -> _Stored:
+        if self.decoder.reads:
+            return self._stored.fetch(size, rows)
+        ones = np.ones_like(rows)
+        return _Stored([memoryview(b"")] * len(rows), rows % len(self.shards.classes), ones, ones)
 
 
 @dataclass(frozen=True, eq=False)
 class ValidationImages:
     """What one process validates on: rows of the validation split, in the set's own order.
+
+    Always decoded on the CPU, so that scores don't depend on how the training images are.
 
     Attributes:
         shards: the data.
@@ -140,7 +154,8 @@ class ValidationImages:
             rows = np.asarray(self.rows[i * self.batch : (i + 1) * self.batch], dtype=np.int64)
             stored = self._stored.fetch(size, rows)
             windows = centre_windows(self.crop_ratio, (stored.widths, stored.heights))
-            yield Batch(i, _decode(stored, windows, self.image_px, rows), stored.labels, rows)
+            pixels = _decode(CpuDecoder(), stored, windows, self.image_px, rows)
+            yield Batch(i, pixels, stored.labels, rows)
 
     def units(self) -> list[range]:
         return [range(i, i + 1) for i in range(-(-len(self.rows) // self.batch))]
@@ -212,12 +227,14 @@ class _StoredSplit:
         return _cache.get(key, lambda: _open(self._shards.read_block(self._split, size, block)))
 
 
-def _decode(stored: _Stored, windows: Windows, image_px: int, rows: Rows) -> Pixels:
+def _decode(
+    decoder: Decoder, stored: _Stored, windows: Windows, image_px: int, rows: Rows
+) -> Pixels:
     try:
-        return decode_crops(stored.jpegs, windows, image_px)
-    except ValueError as error:
+        return decoder.decode(stored.jpegs, windows, image_px)
+    except DamagedImageError as error:
         raise RaytrainError(
-            f"damaged image among rows {rows.min()} to {rows.max()} ({error}); "
+            f"the image in row {rows[error.position]} is damaged ({error}); "
             "prepare the ShardSet again"
         ) from error
 

@@ -30,6 +30,9 @@ OptimizerName = Literal["sgd", "nag", "adamw"]
 DType = Literal["fp32", "bf16", "fp16"]
 ValidationPlace = Literal["beside", "inline"]
 ValidationClock = Literal["counted", "outside"]
+CacheKind = Literal["disk", "ram", "none"]
+DamageRule = Literal["stop", "skip"]
+DecoderName = Literal["auto", "cpu", "dali_cpu", "dali_gpu", "synthetic"]
 
 
 def _check_scalar(value: object) -> object:
@@ -197,6 +200,9 @@ class Log(Section):
 class Input(Section):
     """How training images are read and decoded."""
 
+    decoder: DecoderName = "auto"
+    """`cpu`: simplejpeg and OpenCV; `dali_cpu`, `dali_gpu`: NVIDIA DALI; `synthetic`: noise without
+    reading, to see how fast all else is; `auto`: by the worker's hardware."""
     window_blocks: PositiveInt = 64
     """Blocks of rows that are mixed with each other when the order is shuffled."""
     decoders: PositiveInt | None = None
@@ -205,6 +211,19 @@ class Input(Section):
     """Finished batches that a worker holds ahead."""
     audit: bool = False
     """Whether the rows that each step really used are written to `audit/`."""
+    cache: CacheKind | None = None
+    """Where each machine keeps the blocks that it has read, for this run and later ones: `disk`,
+    `ram` (shared memory, until its folder is removed or the machine restarts) or `none`; null:
+    `disk` for a ShardSet in an object store, `none` for a local folder."""
+    cache_dir: str | None = None
+    """Folder of the cache; null: `~/.cache/raytrain/blocks`, for `ram` one in `/dev/shm`."""
+    cache_gb: PositiveFloat | None = None
+    """Most that the cache holds, in GB (1e9 bytes); null: half of the space that is free there,
+    for `ram` a quarter."""
+    damaged: DamageRule = "stop"
+    """What follows when a block is still damaged after it was read again: `stop` the run, or
+    `skip` the damaged copy and read the same images from another prepared size, so that no step
+    loses an image; where no size has them whole, the run stops."""
 
 
 class Faults(Section):

@@ -1,0 +1,158 @@
+"""What Ray Data's stream delivers to a trainer, beside the same code in bare processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from threading import Barrier
+
+from rich.table import Table
+
+from raytrain.bench.measure import Spread
+from raytrain.data.reader import TrainingImages
+from raytrain.data.shards import ShardSet
+from raytrain.orchestrate.cluster import ensure_ray
+from raytrain.orchestrate.stream import open_stream
+from raytrain.recipe.load import recipe_from_dict
+from raytrain.recipe.plan import Plan
+from raytrain.run.feed import DeviceBatch, Feed
+
+_TURN_SECONDS = 4.0  # long enough that a stream's start doesn't matter
+_TOP_SPEED = 20_000  # images a second that no core reaches: bounds how long a plan must be
+_TRAINER_SHARE = 0.8  # of the stream's speed, taken by the trainer whose gaps are measured
+_AHEAD = 4  # batches held ahead, as input.ahead_batches is by default
+
+
+@dataclass(frozen=True)
+class StreamSpeed:
+    """The stream beside bare processes on all cores of this machine, in wall time, at 128 px.
+
+    Attributes:
+        bare: images a second of one process a core that reads and decodes, and hands over nothing.
+        stream: images a second that come out of the trainer's iterator.
+        share: stream over bare, turn by turn.
+        first_batch_s: seconds from opening the stream to the first batch, with Ray up.
+        longest_gap: longest time between two batches over the median one, for a trainer that uses
+            80 % of the stream's speed, over epochs at 96 px and then at 128 px in smaller batches.
+    """
+
+    bare: Spread
+    stream: Spread
+    share: Spread
+    first_batch_s: Spread
+    longest_gap: Spread
+
+    def table(self) -> Table:
+        """For a person."""
+        table = Table(title="the stream through Ray Data, all cores, 128 px")
+        for heading in ("", "median", "least", "most"):
+            table.add_column(heading, justify="right" if heading else "left")
+        for name, spread, digits in (
+            ("images/s of bare processes", self.bare, 0),
+            ("images/s of the stream", self.stream, 0),
+            ("stream / bare", self.share, 2),
+            ("seconds to the first batch", self.first_batch_s, 2),
+            ("longest gap / median batch time", self.longest_gap, 2),
+        ):
+            values = (spread.median, spread.low, spread.high)
+            table.add_row(name, *(f"{value:,.{digits}f}" for value in values))
+        return table
+
+
+def measure_stream(shards: ShardSet, repeats: int) -> StreamSpeed:
+    """Measure in turns: bare processes, the stream, and a trainer's gaps."""
+    cores = os.cpu_count() or 1
+    ensure_ray()
+    images = _images(shards, [(128, 128)], _TURN_SECONDS * _TOP_SPEED * cores)
+    turns = []
+    for _ in range(repeats):
+        bare = _bare_speed(images, cores)
+        speed, first = _stream_speed(images, cores)
+        turns.append((bare, speed, first, _longest_gap(shards, speed, cores)))
+    bares, speeds, firsts, gaps = zip(*turns, strict=True)
+    return StreamSpeed(
+        bare=Spread.of(bares),
+        stream=Spread.of(speeds),
+        share=Spread.of(s / b for s, b in zip(speeds, bares, strict=True)),
+        first_batch_s=Spread.of(firsts),
+        longest_gap=Spread.of(gaps),
+    )
+
+
+def _images(shards: ShardSet, phases: list[tuple[int, int]], images: float) -> TrainingImages:
+    """A run of phases (image size, batch), each of at least that many images."""
+    number = shards.num_images("train")
+    recipe = {
+        "model": {"name": "resnet50"},
+        "schedule": {"lr": 0.1},
+        "phases": [
+            {"epochs": int(images / number) + 1, "image_px": px, "batch": batch}
+            for px, batch in phases
+        ],
+    }
+    return TrainingImages(shards, Plan(recipe_from_dict(recipe), number))
+
+
+def _bare_speed(images: TrainingImages, processes: int) -> float:
+    spawn = multiprocessing.get_context("spawn")
+    units = images.units(0)
+    with spawn.Manager() as manager, ProcessPoolExecutor(processes, spawn) as pool:
+        ready = manager.Barrier(processes)
+        parts = [
+            pool.submit(_read_bare, images, units[i::processes], ready) for i in range(processes)
+        ]
+        return sum(part.result() for part in parts)
+
+
+def _read_bare(images: TrainingImages, units: list[range], ready: Barrier) -> float:
+    """One process's images a second, from when all of them are ready."""
+    waiting = iter(units)
+    for _ in images.read(next(waiting)):
+        pass
+    ready.wait()
+    began, number, spent = time.perf_counter(), 0, 0.0
+    while spent < _TURN_SECONDS:
+        number += sum(len(batch.labels) for batch in images.read(next(waiting)))
+        spent = time.perf_counter() - began
+    return number / spent
+
+
+def _stream_speed(images: TrainingImages, decoders: int) -> tuple[float, float]:
+    """(images a second after the first batch, seconds to the first batch)."""
+    opened = time.perf_counter()
+    with _trainer_iterator(images, decoders) as batches:
+        next(batches)
+        began, number, spent = time.perf_counter(), 0, 0.0
+        while spent < _TURN_SECONDS:
+            number += len(next(batches).labels)
+            spent = time.perf_counter() - began
+    return number / spent, began - opened
+
+
+def _longest_gap(shards: ShardSet, speed: float, decoders: int) -> float:
+    """Over the median one, for a trainer that computes by sleeping."""
+    pace = _TRAINER_SHARE * speed
+    images = _images(shards, [(96, 96), (128, 64)], pace * _TURN_SECONDS / 2)
+    times = []
+    with _trainer_iterator(images, decoders) as batches:
+        for batch in batches:
+            times.append(time.perf_counter())
+            time.sleep(len(batch.labels) / pace)
+    gaps = [after - before for before, after in pairwise(times)]
+    return max(gaps) / median(gaps)
+
+
+@contextmanager
+def _trainer_iterator(images: TrainingImages, decoders: int) -> Iterator[Iterator[DeviceBatch]]:
+    feed = Feed(open_stream(images, 0, decoders), "cpu", _AHEAD)
+    try:
+        yield iter(feed)
+    finally:
+        feed.close()
