@@ -87,8 +87,8 @@ class _InThisProcess:
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         self._session.checkpoint(checkpoint)
 
-    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
-        self._session.validation(row, checkpoint)
+    def validation(self, row: ValidationRow) -> None:
+        self._session.validation(row)
 
     def warn(self, message: str) -> None:
         self._session.warn(message)
@@ -100,4 +100,4 @@ class _InThisProcess:
             model = build_job_model(job).to(self._device)
             score = score_checkpoint(job, checkpoint, model, self._device, self.threads)
             row = validation_row(score, checkpoint.step, checkpoint.epoch, self._session.seconds())
-            self._session.validation(row, checkpoint)
+            self._session.validation(row)

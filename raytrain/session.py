@@ -6,7 +6,6 @@ Engines (``inline``, ``orchestrate.launch``) run the workers and tell a Session 
 from __future__ import annotations
 
 import fcntl
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 from raytrain.errors import RaytrainError
 from raytrain.recipe.load import dump_recipe, load_recipe, recipe_differences
 from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.format import goal
 from raytrain.run.history import EVENTS, RECIPE, read_history
 from raytrain.run.progress import Progress, closing
 from raytrain.run.record import RunRecord, git_commit, package_versions
@@ -45,10 +45,13 @@ class Result:
     Attributes:
         run_dir: everything that the run left.
         summary: what summary.json holds.
+        was_finished: whether an earlier command had finished the run, so that this one did
+            nothing.
     """
 
     run_dir: Path
     summary: Summary
+    was_finished: bool = False
 
     @property
     def exit_status(self) -> int:
@@ -97,6 +100,7 @@ class Session:
         self._clock: Clock | None = None
         self._best = -1.0
         self._world_size = 0
+        self._steps_done = 0
         self.target_row = _reached_before(job, self._target)
 
     @contextmanager
@@ -132,7 +136,7 @@ class Session:
         self._progress.event(event)
         if self._world_size not in (0, world_size):
             self.event("resize", start, seconds, world_size=world_size)
-        self._world_size = world_size
+        self._world_size, self._steps_done = world_size, start
         self._clock = Clock(seconds)
 
     def seconds(self) -> float:
@@ -143,16 +147,18 @@ class Session:
         """Steps were made."""
         self._record.metrics(rows)
         self._progress.steps(rows)
+        self._steps_done = rows[-1].step + 1
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was written."""
         self.event("checkpoint", checkpoint.step, checkpoint.seconds)
 
-    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
+    def validation(self, row: ValidationRow) -> None:
         """A checkpoint was validated: keep the best weights, and see whether it is at the target.
 
         The checkpoint stops being due only after its row is written down.
         """
+        checkpoint = self.job.checkpoints.at(row.step)
         self._record.validation(row)
         self._progress.validation(row)
         if row.top1 > self._best:
@@ -169,28 +175,32 @@ class Session:
 
     def warn(self, message: str) -> None:
         """Something that a user should read now."""
-        print(f"warning: {message}", file=sys.stderr)
+        self._progress.say(f"warning: {message}")
+
+    def fault(self, reason: str) -> None:
+        """Something failed, and the workers start again or give up."""
+        if self._clock is not None:
+            self.event("fault", self._steps_done, self.seconds(), reason=reason)
 
     def finish(self) -> Result:
         """All was done; write the summary and the picture."""
-        row, seconds = self.target_row, self.seconds()
-        status: Status
-        if row is not None:
-            status, reason = "target_reached", f"target reached after {row.seconds:.1f} s"
-        elif self._target:
-            status, reason = "target_missed", "all epochs ran and the target wasn't reached"
-        else:
-            status, reason = "completed", "all epochs ran"
-        return self._end(status, reason, seconds)
+        epochs = self.job.plan.num_epochs
+        if self.target_row is not None:
+            reason = f"{goal(self._target)} at epoch {self.target_row.epoch:g} of {epochs}"
+            return self._end("target_reached", reason)
+        if self._target:
+            reason = f"all {epochs} epochs ran without {goal(self._target)}"
+            return self._end("target_missed", reason)
+        return self._end("completed", f"all {epochs} epochs ran")
 
     def fail(self, status: Status, reason: str) -> None:
         """The run ended early; leave a summary of what there is, if it had begun."""
         if self._clock is not None:
-            self._end(status, reason, self.seconds())
+            self._end(status, reason)
 
-    def _end(self, status: Status, reason: str, seconds: float) -> Result:
+    def _end(self, status: Status, reason: str) -> Result:
         summary = self._record.finish(
-            status, reason, seconds=seconds, startup_seconds=self._startup_seconds
+            status, reason, seconds=self.seconds(), startup_seconds=self._startup_seconds
         )
         return Result(self.job.run_dir, summary)
 
@@ -218,13 +228,14 @@ def finished_before(job: Job) -> Result | None:
             "give that ShardSet or choose another --run-dir"
         )
     if history.summary is not None and history.summary.status in FINISHED:
-        return Result(run_dir, history.summary)
+        return Result(run_dir, history.summary, was_finished=True)
     return None
 
 
 def tell(result: Result) -> str:
     """The closing lines of a run for a person."""
-    return closing(result.summary, result.run_dir)
+    lines = closing(result.summary, result.run_dir)
+    return f"this run was finished before; nothing to do\n{lines}" if result.was_finished else lines
 
 
 def _reached_before(job: Job, target: dict[str, float]) -> ValidationRow | None:

@@ -37,7 +37,7 @@ from raytrain.parallel.share import (
 )
 from raytrain.recipe.plan import Plan, Step, share
 from raytrain.recipe.types import Loss, Recipe
-from raytrain.run.audit import AuditWriter
+from raytrain.run.audit import Audit
 from raytrain.run.checkpoint import (
     Checkpoint,
     CheckpointFolder,
@@ -115,8 +115,8 @@ class Outside(Protocol):
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is whole. Called from another thread of rank 0."""
 
-    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
-        """Rank 0 has the score of the weights in this checkpoint, validated in line."""
+    def validation(self, row: ValidationRow) -> None:
+        """Rank 0 has validated, in line, the weights whose checkpoint is whole by now."""
 
     def warn(self, message: str) -> None:
         """Something that a user should read."""
@@ -134,53 +134,46 @@ def train(job: Job, world: World, outside: Outside) -> None:
         RaytrainError: a fault that the user should read in one line.
     """
     recipe, plan = job.recipe, job.plan
-    learner = build_learner(job, world)
-    start, attempt = restore(learner, job, world, outside)
+    start, attempt = find_start(job, world, outside)
     clock = Clock(outside.begin(start, world.size) if world.is_first else 0.0)
-    images = TrainingImages(job.shards, plan, world.rank, world.size)
-    meter = Meter(plan, world, clock.seconds())
-    asked_to_stop = stop = False
     with ExitStack() as cleanup:
+        images = TrainingImages(job.shards, plan, world.rank, world.size)
         feed = Feed(outside.batches(images, start), world.device, recipe.input.ahead_batches)
         cleanup.callback(feed.close)
         writer = CheckpointWriter(job.checkpoints, outside.checkpoint)
         cleanup.callback(writer.close)
-        audit = None
-        if recipe.input.audit:
-            audit = AuditWriter(job.run_dir / "audit", attempt, start, world)
-            cleanup.callback(audit.close)
+        audit = Audit(job.run_dir / "audit", attempt, start, world) if recipe.input.audit else None
+        learner = build_learner(job, world)
+        if start > 0:
+            restore(learner, job.checkpoints.at(start))
+        meter = Meter(plan, world, clock.seconds())
+        asked_to_stop = stop = False
 
         for batch in feed:
             step = plan.step(batch.step)
-            done = step.index + 1
             torch.manual_seed(_seed(recipe.seed, step.index, world.rank))
             set_hyperparameters(learner.optimizer, step)
             sums = forward_backward(learner, batch, step, world)
-            scaler = learner.number_format.scaler
-            scale = scaler.get_scale()
-            scaler.step(learner.optimizer)
-            scaler.update()
-            learner.optimizer.zero_grad()
-            if audit is not None:
-                audit.step(step.index, batch.rows)
+            scale = learner.number_format.step(learner.optimizer)
             meter.add(step, sums, batch.waited, clock.seconds(), scale)
+            if audit:
+                audit.step(step.index, batch.rows)
 
             validates = plan.validates_after(step.index)
-            if validates or done % recipe.log.every_steps == 0:
+            saves = validates or _due(step, recipe.checkpoint.every_steps)
+            if saves or _due(step, recipe.log.every_steps):
                 rows, stop = meter.rows(asked_to_stop)
                 if world.is_first:
                     asked_to_stop = outside.metrics(rows)
-            if validates or _due(done, recipe.checkpoint.every_steps):
+            if saves:
                 average_buffers(learner.model, world)
                 if world.is_first:
                     writer.write(take_snapshot(learner, job, step, clock.seconds()))
             if validates and not job.beside:
-                with clock.paused(recipe.validation.clock == "outside"):
-                    score = validate_in_line(learner, job, step, world, outside.threads)
-                row = validation_row(score, done, _epochs_done(plan, step), clock.seconds())
+                row = validate_in_line(learner, job, step, world, clock, outside.threads)
                 if world.is_first:
                     writer.wait()
-                    outside.validation(row, job.checkpoints.at(done))
+                    outside.validation(row)
                 stop = stop or meets(target_of(recipe), row)
             if stop:
                 break
@@ -282,22 +275,24 @@ def forward_backward(
     return total_loss, correct
 
 
-def restore(learner: Learner, job: Job, world: World, outside: Outside) -> tuple[int, int]:
-    """Load the newest whole checkpoint, if there is one.
+def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
+    """Where the newest whole checkpoint left the run.
 
     Returns:
-        (steps done, a number for this attempt that is larger than that of any before).
+        (steps done, a number for this attempt that is larger than that of any before); the same
+        on every worker.
     """
-    found = job.checkpoints.newest(outside.warn) if world.is_first else None
-    start, attempt = agree([found.step if found else 0, time.time_ns()], world)
-    if start == 0:
-        return start, attempt
-    checkpoint = found or job.checkpoints.at(start)
+    newest = job.checkpoints.newest(outside.warn) if world.is_first else None
+    start, attempt = agree([newest.step if newest else 0, time.time_ns()], world)
+    return start, attempt
+
+
+def restore(learner: Learner, checkpoint: Checkpoint) -> None:
+    """Load weights, optimizer and loss scale."""
     learner.model.load_state_dict(checkpoint.load_model())
     state = checkpoint.load_training()
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.number_format.scaler.load_state_dict(state["scaler"])
-    return start, attempt
 
 
 def take_snapshot(learner: Learner, job: Job, step: Step, seconds: float) -> Snapshot:
@@ -317,18 +312,19 @@ def take_snapshot(learner: Learner, job: Job, step: Step, seconds: float) -> Sna
     )
 
 
-def validate_in_line(learner: Learner, job: Job, step: Step, world: World, threads: int) -> Score:
-    """Score the model on all validation images, shared by the workers; the same on each."""
+def validate_in_line(
+    learner: Learner, job: Job, step: Step, world: World, clock: Clock, threads: int
+) -> ValidationRow:
+    """Score the model on all validation images, shared by the workers; the same row on each."""
+    validation = job.recipe.validation
     offset, size = share(job.shards.num_images("val"), world.rank, world.size)
-    rows = range(offset, offset + size)
-    image_px = job.recipe.validation.image_px or step.image_px
-    mine = score_rows(
-        learner.examiner, learner.model, validation_images(job, image_px, rows), threads
-    )
-    sums = torch.tensor(
-        [mine.images, mine.top1, mine.top5, mine.loss], dtype=torch.float64, device=world.device
-    )
-    return Score(*sum_over_workers(sums, world).tolist())
+    image_px = validation.image_px or step.image_px
+    images = validation_images(job, image_px, range(offset, offset + size))
+    with clock.paused(validation.clock == "outside"):
+        mine = score_rows(learner.examiner, learner.model, images, threads)
+        sums = torch.tensor(mine.as_list(), dtype=torch.float64, device=world.device)
+        score = Score(*sum_over_workers(sums, world).tolist())
+    return validation_row(score, step.index + 1, _epochs_done(job.plan, step), clock.seconds())
 
 
 def score_checkpoint(
@@ -402,8 +398,8 @@ def _epochs_done(plan: Plan, step: Step) -> float:
     return plan.samples_before(step.index + 1) / plan.num_images
 
 
-def _due(done: int, every: int | None) -> bool:
-    return every is not None and done % every == 0
+def _due(step: Step, every: int | None) -> bool:
+    return every is not None and (step.index + 1) % every == 0
 
 
 def _seed(seed: int, step: int, rank: int) -> int:

@@ -26,7 +26,8 @@ from raytrain.data.shards import Block, ShardSet, Size
 from raytrain.errors import RaytrainError
 from raytrain.recipe.plan import Plan, Step, share
 
-_UNIT_BYTES = 16 << 20  # pixels decoded by one task: big enough to hide its start, small in memory
+_UNIT_BYTES = 16 << 20  # most pixels decoded by one task, for memory's sake
+_UNIT_IMAGES = 512  # most images decoded by one task: enough to hide what starting it costs
 _CACHE_BYTES = 256 << 20  # compressed blocks kept by each process that reads
 
 
@@ -80,14 +81,16 @@ class TrainingImages:
 
     def units(self, start: int) -> list[range]:
         """The steps from ``start`` to the end, cut into runs that one task decodes in one go."""
-        units, first, size = [], start, 0
+        units, first, images, size = [], start, 0, 0
         for s in range(start, self.plan.num_steps):
             step = self.plan.step(s)
-            more = share(step.count, self.rank, self.world_size)[1] * step.image_px**2 * 3
-            if s > first and size + more > _UNIT_BYTES:
+            more = share(step.count, self.rank, self.world_size)[1]
+            more_bytes = more * step.image_px**2 * 3
+            full = images + more > _UNIT_IMAGES or size + more_bytes > _UNIT_BYTES
+            if s > first and full:
                 units.append(range(first, s))
-                first, size = s, 0
-            size += more
+                first, images, size = s, 0, 0
+            images, size = images + more, size + more_bytes
         if first < self.plan.num_steps:
             units.append(range(first, self.plan.num_steps))
         return units

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from raytrain.recipe.types import Precision
 
@@ -32,6 +33,17 @@ class NumberFormat:
     def autocast(self) -> AbstractContextManager[object]:
         lower = self._dtype is not torch.float32
         return torch.autocast(self._device_type, dtype=self._dtype, enabled=lower)
+
+    def step(self, optimizer: Optimizer) -> float:
+        """Make the optimizer's step and clear the gradients; gives the loss scale it was made with.
+
+        With fp16, a step whose gradients overflowed is left out, and the scale goes down.
+        """
+        scale = self.scaler.get_scale()
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        optimizer.zero_grad()
+        return scale
 
     def place(self, model: nn.Module, device: str) -> nn.Module:
         """The model on the device, in the memory format of the recipe."""

@@ -32,18 +32,24 @@ def ensure_ray(verbose: bool = False, workers: int = 1) -> None:
     """
     if ray.is_initialized():
         return
+    cores = os.cpu_count() or 1
+    address = os.environ.get("RAY_ADDRESS")
+    if not address and workers > LOCAL_WORKERS_PER_CORE * cores:
+        raise RaytrainError(
+            f"--workers {workers}: this machine has {cores} cores, which is room for "
+            f"{LOCAL_WORKERS_PER_CORE * cores} workers; ask for fewer, or set RAY_ADDRESS to train "
+            "on a cluster"
+        )
     level = logging.INFO if verbose else logging.ERROR
     for name in ("ray", "ray.data", "ray.train"):
         logging.getLogger(name).setLevel(level)
-    address = os.environ.get("RAY_ADDRESS")
-    cores = os.cpu_count() or 1
     try:
         if address:
             ray.init(address=address, log_to_driver=verbose, logging_level=level)
         else:
             ray.init(
                 address="local",
-                num_cpus=max(cores, min(workers, LOCAL_WORKERS_PER_CORE * cores)),
+                num_cpus=max(cores, workers),
                 include_dashboard=False,
                 log_to_driver=verbose,
                 logging_level=level,

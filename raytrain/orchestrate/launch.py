@@ -9,6 +9,7 @@ import shutil
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from raytrain.errors import RaytrainError
 from raytrain.orchestrate.cluster import Placement, cluster_hardware, ensure_ray, place
 from raytrain.orchestrate.mailbox import Message, mailbox_beside_me
 from raytrain.orchestrate.stream import open_stream
-from raytrain.orchestrate.validate import Validations
+from raytrain.orchestrate.validate import Validations, last_line
 from raytrain.run.checkpoint import Checkpoint
 from raytrain.run.rows import StepRow, ValidationRow
 from raytrain.session import Result, Session
@@ -100,7 +101,7 @@ class _Driver:
         self._validations = (
             Validations(session, placement.validator_gpu) if placement.beside else None
         )
-        self._fault: RaytrainError | None = None
+        self._fault: BaseException | None = None
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -145,12 +146,15 @@ class _Driver:
         try:
             trainer.fit()
         except ray.train.TrainingFailedError as error:
-            final = ray.get(self._mailbox.final_fault.remote())
-            raise RaytrainError(final or _first_cause(error)) from error
+            raise RaytrainError(self._final_fault() or _told_by_ray(error)) from error
         finally:
             shutil.rmtree(storage, ignore_errors=True)
-        if final := ray.get(self._mailbox.final_fault.remote()):
+        if final := self._final_fault():
             raise RaytrainError(final)
+
+    def _final_fault(self) -> str | None:
+        faults: list[str] = ray.get(self._mailbox.final_faults.remote())
+        return faults[0] if faults else None
 
     def _listen(self) -> None:
         try:
@@ -167,28 +171,25 @@ class _Driver:
                     self._mailbox.stop.remote()
                 if last_round:
                     return
-        except RaytrainError as error:
-            self._fault = error
+        except BaseException as error:
+            self._fault = error  # raised again in the main thread once the workers have stopped
             self._mailbox.stop.remote()
 
     def _handle(self, message: Message) -> None:
-        if message.kind == "fault":
-            session = self._session
-            step = 0
-            session.event("fault", step, session.seconds(), reason=message.args[0])
-            return
-        getattr(self._session, message.kind)(*message.args)
-        if message.kind == "checkpoint" and self._validations is not None:
-            checkpoint: Checkpoint = message.args[0]
-            if checkpoint.validation_due:
+        if message.kind == "checkpoint":
+            checkpoint = self._session.job.checkpoints.at(message.args[0])
+            self._session.checkpoint(checkpoint)
+            if checkpoint.validation_due and self._validations is not None:
                 self._validations.add(checkpoint)
+        else:
+            getattr(self._session, message.kind)(*message.args)
 
 
 def run_worker(config: dict[str, Any]) -> None:
     """What each of Ray Train's workers runs."""
     sys.path.extend(p for p in config["path"] if p not in sys.path)
     mailbox = config["mailbox"]
-    if ray.get(mailbox.final_fault.remote()) is not None:
+    if ray.get(mailbox.final_faults.remote()):
         return
     context = ray.train.get_context()
     world = World(
@@ -201,15 +202,30 @@ def run_worker(config: dict[str, Any]) -> None:
     torch.set_num_threads(cores)
     try:
         train(config["job"], world, _OnRay(mailbox, config["job"], cores))
-    except RaytrainError as error:
-        ray.get(mailbox.fault.remote(str(error), final=True))
-        raise
     except Exception as error:
-        lost_peer = _is_lost_peer(error)
-        text = f"worker {world.rank}: {type(error).__name__}: {_first_line(error)}"
-        if not lost_peer:
-            ray.get(mailbox.fault.remote(text, final=False))
-        raise
+        _tell_fault(mailbox, world, error)
+        if not _all_gave_up(mailbox, world):
+            raise  # so that Ray Train ends the workers that still wait for this one
+
+
+def _tell_fault(mailbox: Any, world: World, error: Exception) -> None:
+    if isinstance(error, RaytrainError):
+        ray.get(mailbox.fault.remote(str(error), final=True))
+    elif _is_lost_peer(error):
+        ray.get(mailbox.lost_peer.remote())
+    else:
+        traceback.print_exc()
+        text = f"worker {world.rank}: {type(error).__name__}: {last_line(error)}"
+        ray.get(mailbox.fault.remote(text, final=False))
+
+
+def _all_gave_up(mailbox: Any, world: World) -> bool:
+    """Whether every worker met a fault that ends the run, as when the loss isn't finite."""
+    for _ in range(10):
+        if len(ray.get(mailbox.final_faults.remote())) >= world.size:
+            return True
+        time.sleep(0.1)
+    return False
 
 
 class _OnRay:
@@ -231,10 +247,10 @@ class _OnRay:
         return stop
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        ray.get(self._mailbox.put.remote("checkpoint", checkpoint))
+        ray.get(self._mailbox.put.remote("checkpoint", checkpoint.step))
 
-    def validation(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
-        ray.get(self._mailbox.put.remote("validation", row, checkpoint))
+    def validation(self, row: ValidationRow) -> None:
+        ray.get(self._mailbox.put.remote("validation", row))
 
     def warn(self, message: str) -> None:
         ray.get(self._mailbox.put.remote("warn", message))
@@ -247,12 +263,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     return bool(re.search(r"gloo|nccl|connection (closed|reset)", str(error), re.IGNORECASE))
 
 
-def _first_cause(error: ray.train.TrainingFailedError) -> str:
+def _told_by_ray(error: ray.train.TrainingFailedError) -> str:
     failures = getattr(error, "worker_failures", None)
     cause = next(iter(failures.values())) if failures else error
-    return f"training failed: {type(cause).__name__}: {_first_line(cause)}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "no message"
+    return f"training failed: {type(cause).__name__}: {last_line(cause)}; --verbose shows more"

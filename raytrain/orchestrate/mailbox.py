@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,8 @@ class Message:
     """Something that rank 0 told.
 
     Attributes:
-        kind: name of the Session's method that takes it.
+        kind: name of the Session's method that takes it; for ``checkpoint`` the argument is its
+            step alone, since this process had to import torch to hold the rest.
         args: its arguments.
     """
 
@@ -36,13 +38,18 @@ class Mailbox:
         self._clock_zero: float | None = None
         self._earlier_seconds = earlier_seconds
         self._stop = False
-        self._final_fault: str | None = None
-        self._steps = 0
+        self._final_faults: list[str] = []
+        self._made_steps = False
+        self._world_size = 0
+        self._fault_told = False
 
     def begin(self, start: int, world_size: int) -> float:
         """Rank 0 of an attempt is about to make step ``start``; gives the training clock."""
         if self._clock_zero is None:
             self._clock_zero = time.monotonic() - self._earlier_seconds
+        elif world_size == self._world_size and not self._fault_told:
+            self._tell_fault("the workers ended without a word (killed, or a lost machine)")
+        self._world_size, self._fault_told = world_size, False
         seconds = time.monotonic() - self._clock_zero
         self._messages.append(Message("begin", (start, world_size, seconds)))
         return seconds
@@ -50,7 +57,7 @@ class Mailbox:
     def put(self, kind: str, *args: Any) -> bool:
         """Leave a message; gives whether the run should stop."""
         self._messages.append(Message(kind, args))
-        self._steps += kind == "metrics"
+        self._made_steps |= kind == "metrics"
         return self._stop
 
     def take(self) -> list[Message]:
@@ -63,20 +70,35 @@ class Mailbox:
         self._stop = True
 
     def fault(self, message: str, *, final: bool) -> None:
-        """A worker failed. A final fault would only come again, so no attempt follows it."""
-        if final or self._steps == 0:
-            self._final_fault = self._final_fault or message
-        self._messages.append(Message("fault", (message,)))
+        """A worker failed.
 
-    def final_fault(self) -> str | None:
-        """The fault after which no attempt makes sense; None where there was none."""
-        return self._final_fault
+        Args:
+            message: one line.
+            final: it would only come again, so no attempt follows. So would one before the first
+                steps, whatever it is.
+        """
+        if final or not self._made_steps:
+            self._final_faults.append(message)
+        if not self._fault_told:
+            self._tell_fault(message)
+
+    def lost_peer(self) -> None:
+        """A worker lost the connection to another one."""
+        if not self._fault_told:
+            self._tell_fault("a worker was lost")
+
+    def final_faults(self) -> list[str]:
+        """The faults after which no attempt makes sense, one for each worker that told one."""
+        return self._final_faults
+
+    def _tell_fault(self, message: str) -> None:
+        self._fault_told = True
+        self._messages.append(Message("fault", (message,)))
 
 
 def mailbox_beside_me(earlier_seconds: float) -> Any:
     """A Mailbox on this machine, so that its clock is the driver's."""
-    node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
+    here = ray.get_runtime_context().get_node_id()
+    node = NodeAffinitySchedulingStrategy(here, soft=False)
     make: Callable[..., Any] = Mailbox.options(scheduling_strategy=node).remote  # type: ignore[attr-defined]
     return make(earlier_seconds)

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from ray.data import DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain.data.reader import Batch, TrainingImages
+
+_BLOCK_BYTES = 256 << 10  # a task hands over batches as they are done, small ones together
 
 _SCHEMA = pa.schema(
     [
@@ -98,10 +99,8 @@ class _Steps(Datasource):
 def _configure(context: DataContext) -> None:
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
-    context.target_max_block_size = None  # a batch is a block; never cut it
+    context.target_max_block_size = _BLOCK_BYTES
     context.print_on_execution_start = False
-    here = ray.get_runtime_context().get_node_id()
-    context.scheduling_strategy = NodeAffinitySchedulingStrategy(here, soft=True)
 
 
 def _read(images: ray.ObjectRef[TrainingImages], unit: range) -> Iterable[pa.Table]:

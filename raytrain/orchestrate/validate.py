@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from raytrain.errors import RaytrainError
 from raytrain.run.checkpoint import Checkpoint
 from raytrain.run.evaluate import Score
 from raytrain.run.rows import ValidationRow
@@ -71,14 +72,29 @@ class Validations:
             first = self._pending[0]
             if not wait and not ray.wait([first.score], timeout=0)[0]:
                 return
-            self._session.validation(self._row(first), first.checkpoint)
+            self._session.validation(self._row(first))
             self._pending.popleft()
 
     def close(self) -> None:
         ray.kill(self._validator)
 
     def _row(self, pending: _Pending) -> ValidationRow:
-        checkpoint, score = pending.checkpoint, ray.get(pending.score)
+        checkpoint = pending.checkpoint
+        try:
+            score = ray.get(pending.score)
+        except ray.exceptions.RayTaskError as error:
+            raise RaytrainError(f"validation: {last_line(error.cause or error)}") from error
+        except ray.exceptions.RayActorError as error:
+            raise RaytrainError(
+                f"the validating process died again and again, at last on {checkpoint.path}; "
+                "is there memory enough? --set validation.where=inline does without it"
+            ) from error
         outside = self._session.job.recipe.validation.clock == "outside"
         seconds = checkpoint.seconds if outside else self._session.seconds()
         return validation_row(score, checkpoint.step, checkpoint.epoch, seconds)
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text, which in a remote error's is the cause itself."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no message"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TextIO
 
 from raytrain.data.order import Rows
 from raytrain.errors import RaytrainError
 from raytrain.world import World
 
 
-class AuditWriter:
+class Audit:
     """Writes one worker's lines.
 
     Args:
@@ -28,15 +27,12 @@ class AuditWriter:
 
     def __init__(self, folder: Path, attempt: int, start: int, world: World) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{attempt:020d}-{start:08d}-{world.rank:05d}.jsonl"
-        self._file: TextIO = path.open("w", buffering=1)
+        self._path = folder / f"{attempt:020d}-{start:08d}-{world.rank:05d}.jsonl"
 
     def step(self, index: int, rows: Rows) -> None:
         """Write down that the optimizer stepped on these rows."""
-        self._file.write(json.dumps({"step": index, "rows": rows.tolist()}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": index, "rows": rows.tolist()}) + "\n")
 
 
 def used_rows(run_dir: Path) -> dict[int, list[int]]:

@@ -30,13 +30,9 @@ class Score:
     top5: float = 0
     loss: float = 0
 
-    def __add__(self, other: Score) -> Score:
-        return Score(
-            self.images + other.images,
-            self.top1 + other.top1,
-            self.top5 + other.top5,
-            self.loss + other.loss,
-        )
+    def as_list(self) -> list[float]:
+        """The sums in the order of the fields."""
+        return [self.images, self.top1, self.top5, self.loss]
 
 
 @dataclass(frozen=True)

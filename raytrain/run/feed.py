@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raytrain.data.order import Rows
@@ -104,7 +106,7 @@ class _Loaded:
         self, batch: Batch, device: torch.device, stream: torch.cuda.Stream | None
     ) -> None:
         self._batch = batch
-        pixels, labels = torch.from_numpy(batch.pixels), torch.from_numpy(batch.labels)
+        pixels, labels = _to_tensor(batch.pixels), _to_tensor(batch.labels)
         self._copied: torch.cuda.Event | None = None
         if stream is not None:
             with torch.cuda.stream(stream):
@@ -123,3 +125,8 @@ class _Loaded:
             self._labels.record_stream(current)
         batch = self._batch
         return DeviceBatch(batch.step, self._pixels, self._labels, batch.rows, waited)
+
+
+def _to_tensor(array: NDArray[Any]) -> Tensor:
+    """The array as a tensor; copied where it is a view of shared memory that others may read."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -96,6 +96,10 @@ class Progress:
             parts.append(str(row.detail["reason"]))
         self._print(": ".join(parts))
 
+    def say(self, line: str) -> None:
+        """Print a line, above the panel where there is one."""
+        self._print(line)
+
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
 

@@ -1,0 +1,111 @@
+"""The training loop on several processes without Ray, and models without batch statistics."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from raytrain.data.reader import Batch, TrainingImages, read_with_threads
+from raytrain.data.shards import ShardSet
+from raytrain.recipe.types import Recipe
+from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.record import RunRecord
+from raytrain.run.rows import StepRow, ValidationRow
+from raytrain.train import Job, Parts, train
+from raytrain.world import World
+
+
+def plain_cnn(num_classes: int) -> nn.Module:
+    """A model whose output for an image depends on that image alone."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, num_classes),
+    )
+
+
+@dataclass
+class Told:
+    """An Outside that only listens."""
+
+    stop_after: int | None = None
+    threads: int = 1
+    rows: list[StepRow] = field(default_factory=list)
+    validations: list[ValidationRow] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    started_at: list[int] = field(default_factory=list)
+
+    def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
+        return read_with_threads(images, images.units(start), 1)
+
+    def begin(self, start: int, world_size: int) -> float:
+        self.started_at.append(start)
+        return 0.0
+
+    def metrics(self, rows: list[StepRow]) -> bool:
+        self.rows += rows
+        return self.stop_after is not None and rows[-1].step + 1 >= self.stop_after
+
+    def checkpoint(self, checkpoint: Checkpoint) -> None:
+        assert checkpoint.path.exists()
+
+    def validation(self, row: ValidationRow) -> None:
+        self.validations.append(row)
+
+    def warn(self, message: str) -> None:
+        self.warnings.append(message)
+
+
+def train_with(
+    workers: int, recipe: Recipe, shards: Path, run_dir: Path, stop_after: int | None = None
+) -> None:
+    """Run the loop on processes of this machine that share gradients with Gloo.
+
+    Rank 0's rows are appended to metrics.jsonl and validations.jsonl of ``run_dir``.
+    """
+    store = run_dir.parent / f"{run_dir.name}-store-{os.urandom(4).hex()}"
+    store.parent.mkdir(parents=True, exist_ok=True)
+    args = (workers, recipe, shards, run_dir, stop_after, store)
+    spawn(_worker, args=args, nprocs=workers)
+
+
+def _worker(
+    rank: int,
+    workers: int,
+    recipe: Recipe,
+    shards: Path,
+    run_dir: Path,
+    stop_after: int | None,
+    store: Path,
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if workers > 1:
+        dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=workers)
+    told = Told(stop_after)
+    job = Job(recipe, ShardSet.open(shards), run_dir, Parts(model=plain_cnn))
+    try:
+        train(job, World(rank=rank, size=workers), told)
+    except Exception:
+        traceback.print_exc()
+        raise
+    if rank == 0:
+        record = RunRecord(run_dir)
+        record.metrics(told.rows)
+        for row in told.validations:
+            record.validation(row)
+    if workers > 1:
+        dist.destroy_process_group()
