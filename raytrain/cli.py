@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -58,7 +60,8 @@ def prepare(  # noqa: PLR0913, PLR0917 (the options of the command line)
         shard_images=shard_images,
         block_rows=block_rows,
     )
-    run(src, out, options)
+    with _resumable("where this one stopped"):
+        run(src, out, options)
 
 
 @app.command()
@@ -87,16 +90,17 @@ def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
     from raytrain.recipe.load import load_recipe
     from raytrain.session import tell
 
-    result = fit(
-        load_recipe(recipe, overrides or ()),
-        data,
-        workers=workers,
-        run_dir=run_dir,
-        engine=engine,
-        device=device,
-        price_per_hour=price_per_hour,
-        verbose=verbose,
-    )
+    with _resumable("from the newest checkpoint"):
+        result = fit(
+            load_recipe(recipe, overrides or ()),
+            data,
+            workers=workers,
+            run_dir=run_dir,
+            engine=engine,
+            device=device,
+            price_per_hour=price_per_hour,
+            verbose=verbose,
+        )
     print(tell(result))
     raise typer.Exit(result.exit_status)
 
@@ -157,6 +161,11 @@ def main() -> None:
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        sys.exit(1)
+
+
+@contextmanager
+def _resumable(how: str) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise RaytrainError(f"interrupted; the same command goes on {how}") from error

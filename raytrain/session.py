@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -196,7 +196,8 @@ class Session:
     def fail(self, status: Status, reason: str) -> None:
         """The run ended early; leave a summary of what there is, if it had begun."""
         if self._clock is not None:
-            self._end(status, reason)
+            with suppress(RaytrainError):  # a full disk, say: the reason is what a user must read
+                self._end(status, reason)
 
     def _end(self, status: Status, reason: str) -> Result:
         summary = self._record.finish(

@@ -40,6 +40,11 @@ def build_model(spec: Model, num_classes: int) -> nn.Module:
     return model
 
 
+def check_model(spec: Model) -> None:
+    """Raise RaytrainError where a recipe's model doesn't exist; builds nothing."""
+    _maker(spec.name)
+
+
 def _maker(name: str) -> ModelMaker:
     source, _, rest = name.rpartition(":")
     if source == "timm":
