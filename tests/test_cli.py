@@ -254,7 +254,7 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("most", "name"), [(2000, "metrics.jsonl"), (4000, "checkpoints")])
+@pytest.mark.parametrize(("most", "name"), [(1700, "metrics.jsonl"), (4000, "checkpoints")])
 def test_a_full_disk_is_one_line(
     recipe: Path, drawn_set: Path, tmp_path: Path, most: int, name: str
 ) -> None:

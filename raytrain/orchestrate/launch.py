@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +177,7 @@ class _Driver:
 
     def _handle(self, message: Message) -> None:
         if message.kind == "checkpoint":
-            checkpoint = self._session.job.checkpoints.at(message.args[0])
+            checkpoint = Checkpoint(**message.args[0])
             self._session.checkpoint(checkpoint)
             if checkpoint.validation_due and self._validations is not None:
                 self._validations.add(checkpoint)
@@ -247,7 +247,7 @@ class _OnRay:
         return stop
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        ray.get(self._mailbox.put.remote("checkpoint", checkpoint.step))
+        ray.get(self._mailbox.put.remote("checkpoint", asdict(checkpoint)))
 
     def validation(self, row: ValidationRow) -> None:
         ray.get(self._mailbox.put.remote("validation", row))

@@ -16,8 +16,8 @@ class Message:
     """Something that rank 0 told.
 
     Attributes:
-        kind: name of the Session's method that takes it; for ``checkpoint`` the argument is its
-            step alone, since this process had to import torch to hold the rest.
+        kind: name of the Session's method that takes it; for ``checkpoint`` the argument is a dict
+            of its fields, since this process would have to import torch to hold the class itself.
         args: its arguments.
     """
 
