@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -60,8 +58,12 @@ def prepare(  # noqa: PLR0913, PLR0917 (the options of the command line)
         shard_images=shard_images,
         block_rows=block_rows,
     )
-    with _resumable("where this one stopped"):
+    try:
         run(src, out, options)
+    except KeyboardInterrupt as error:
+        raise RaytrainError(
+            "interrupted; the same command goes on where this one stopped"
+        ) from error
 
 
 @app.command()
@@ -90,17 +92,16 @@ def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
     from raytrain.recipe.load import load_recipe
     from raytrain.session import tell
 
-    with _resumable("from the newest checkpoint"):
-        result = fit(
-            load_recipe(recipe, overrides or ()),
-            data,
-            workers=workers,
-            run_dir=run_dir,
-            engine=engine,
-            device=device,
-            price_per_hour=price_per_hour,
-            verbose=verbose,
-        )
+    result = fit(
+        load_recipe(recipe, overrides or ()),
+        data,
+        workers=workers,
+        run_dir=run_dir,
+        engine=engine,
+        device=device,
+        price_per_hour=price_per_hour,
+        verbose=verbose,
+    )
     print(tell(result))
     raise typer.Exit(result.exit_status)
 
@@ -161,11 +162,3 @@ def main() -> None:
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-
-
-@contextmanager
-def _resumable(how: str) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise RaytrainError(f"interrupted; the same command goes on {how}") from error

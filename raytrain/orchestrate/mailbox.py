@@ -91,6 +91,10 @@ class Mailbox:
         """The faults after which no attempt makes sense, one for each worker that told one."""
         return self._final_faults
 
+    def is_over(self) -> bool:
+        """Whether workers that start now have nothing to do."""
+        return self._stop or bool(self._final_faults)
+
     def _tell_fault(self, message: str) -> None:
         self._fault_told = True
         self._messages.append(Message("fault", (message,)))
