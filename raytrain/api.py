@@ -13,6 +13,7 @@ from raytrain.data.shards import ShardSet
 from raytrain.errors import RaytrainError
 from raytrain.inline import run_inline
 from raytrain.learn.loss import LossFunction
+from raytrain.learn.models import check_model
 from raytrain.learn.optim import OptimizerMaker
 from raytrain.recipe.load import load_recipe, recipe_from_dict
 from raytrain.recipe.types import Recipe
@@ -68,8 +69,11 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
     asked = parse_workers(workers)
     if engine == "inline" and asked not in (None, (1, 1)):
         raise RaytrainError(f"--workers {workers}: the inline engine has one worker; leave it out")
-    shards = ShardSet.open(data)
-    job = Job(_recipe(recipe), shards, _run_dir(run_dir), Parts(model, loss, optimizer))
+    chosen = _recipe(recipe)
+    shards = ShardSet.open(data, chosen.input)
+    if model is None:
+        check_model(chosen.model)
+    job = Job(chosen, shards, _run_dir(run_dir), Parts(model, loss, optimizer))
     if (finished := finished_before(job)) is not None:
         return finished
     if engine == "inline":

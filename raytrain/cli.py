@@ -58,7 +58,12 @@ def prepare(  # noqa: PLR0913, PLR0917 (the options of the command line)
         shard_images=shard_images,
         block_rows=block_rows,
     )
-    run(src, out, options)
+    try:
+        run(src, out, options)
+    except KeyboardInterrupt as error:
+        raise RaytrainError(
+            "interrupted; the same command goes on where this one stopped"
+        ) from error
 
 
 @app.command()
@@ -280,7 +285,4 @@ def main() -> None:
         app()
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
         sys.exit(1)

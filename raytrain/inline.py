@@ -27,15 +27,8 @@ def run_inline(job: Job, device: str, price_per_hour: float | None) -> Result:
     """
     device = pick_device(device)
     session = Session(job, local_hardware(device), price_per_hour)
-    with session.running():
-        try:
-            if not session.reached_target:
-                train(job, World(device=device), _InThisProcess(session, device))
-        except (RaytrainError, KeyboardInterrupt) as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            session.fail("interrupted" if interrupted else "failed", str(error) or "interrupted")
-            raise
-        return session.finish()
+    world, outside = World(device=device), _InThisProcess(session, device)
+    return session.run(lambda: train(job, world, outside))
 
 
 def pick_device(device: str) -> str:
@@ -82,7 +75,7 @@ class _InThisProcess:
 
     def metrics(self, rows: list[StepRow]) -> bool:
         self._session.metrics(rows)
-        return self._session.reached_target
+        return self._session.should_stop
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         self._session.checkpoint(checkpoint)

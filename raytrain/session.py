@@ -6,12 +6,15 @@ Engines (``inline``, ``orchestrate.launch``) run the workers and tell a Session 
 from __future__ import annotations
 
 import fcntl
+import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from types import FrameType
+from typing import Any, Self, TextIO
 
 import torch
 
@@ -35,6 +38,7 @@ from raytrain.run.rows import (
 from raytrain.train import Clock, Job, target_of
 
 FINISHED: tuple[Status, ...] = ("target_reached", "target_missed", "completed")
+_MAY_CHANGE = ("input.cache", "input.damaged", "input.decoders")  # how images are read, not which
 MODEL_FILE = "model.safetensors"
 
 
@@ -62,7 +66,7 @@ class Result:
 class Session:
     """One command's part of a run: from its start, or from where an earlier command left it.
 
-    Use it as a context; it holds the run directory for itself.
+    It holds the run directory for itself until ``run`` returns.
 
     Args:
         job: the run.
@@ -96,6 +100,7 @@ class Session:
         self._record = RunRecord(job.run_dir)
         self._lock = _lock(job.run_dir)
         self._progress = Progress(job.plan)
+        self._interruption = Interruption(self._progress.say)
         self.earlier_seconds = self._record.last_seconds()
         self._clock: Clock | None = None
         self._best = -1.0
@@ -103,18 +108,50 @@ class Session:
         self._steps_done = 0
         self.target_row = _reached_before(job, self._target)
 
-    @contextmanager
-    def running(self) -> Iterator[Session]:
-        """Show the progress inside, and let go of the run directory after."""
+    def run(self, engine: Callable[[], None]) -> Result:
+        """Run the workers to their end, show the progress, and write the summary.
+
+        The first Ctrl-C (or SIGTERM) asks the workers to stop after a checkpoint, the second
+        stops at once.
+
+        Args:
+            engine: runs the workers; returns when they have ended.
+
+        Raises:
+            RaytrainError: the run failed or was interrupted; the summary says so too.
+        """
         try:
-            with self._progress:
-                yield self
+            with self._progress, self._interruption:
+                if not self.reached_target:
+                    engine()
+                if self._interruption.asked and not self._is_complete:
+                    raise KeyboardInterrupt
+                return self._finish()
+        except KeyboardInterrupt as error:
+            step, steps = self._steps_done, self.job.plan.num_steps
+            reason = f"interrupted at step {step:,} of {steps:,}"
+            self._fail("interrupted", reason)
+            raise RaytrainError(
+                f"{reason}; the same command goes on from the newest checkpoint"
+            ) from error
+        except RaytrainError as error:
+            self._fail("failed", str(error))
+            raise
         finally:
             self._lock.close()
 
     @property
     def reached_target(self) -> bool:
         return self.target_row is not None
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the workers should stop where they are."""
+        return self.reached_target or self._interruption.asked
+
+    @property
+    def _is_complete(self) -> bool:
+        return self.reached_target or self._steps_done == self.job.plan.num_steps
 
     def begin(self, start: int, world_size: int, seconds: float) -> None:
         """The workers are about to make step ``start``: at first, or again after a fault.
@@ -182,8 +219,7 @@ class Session:
         if self._clock is not None:
             self.event("fault", self._steps_done, self.seconds(), reason=reason)
 
-    def finish(self) -> Result:
-        """All was done; write the summary and the picture."""
+    def _finish(self) -> Result:
         epochs = self.job.plan.num_epochs
         if self.target_row is not None:
             reason = f"{goal(self._target)} at epoch {self.target_row.epoch:g} of {epochs}"
@@ -193,16 +229,49 @@ class Session:
             return self._end("target_missed", reason)
         return self._end("completed", f"all {epochs} epochs ran")
 
-    def fail(self, status: Status, reason: str) -> None:
+    def _fail(self, status: Status, reason: str) -> None:
         """The run ended early; leave a summary of what there is, if it had begun."""
         if self._clock is not None:
-            self._end(status, reason)
+            with suppress(RaytrainError):  # a full disk, say: the reason is what a user must read
+                self._end(status, reason)
 
     def _end(self, status: Status, reason: str) -> Result:
         summary = self._record.finish(
             status, reason, seconds=self.seconds(), startup_seconds=self._startup_seconds
         )
         return Result(self.job.run_dir, summary)
+
+
+class Interruption:
+    """Takes the first SIGINT or SIGTERM as a wish and the second as an order.
+
+    Use it as a context. In another thread than the main one it does nothing: signals don't go
+    there.
+
+    Args:
+        say: tells the user a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked = False
+        self._say = say
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say("stopping after a checkpoint; once more to stop at once")
 
 
 def finished_before(job: Job) -> Result | None:
@@ -214,7 +283,8 @@ def finished_before(job: Job) -> Result | None:
     run_dir = job.run_dir
     if not (run_dir / EVENTS).exists():
         return None
-    if changed := recipe_differences(load_recipe(run_dir / RECIPE), job.recipe):
+    changes = recipe_differences(load_recipe(run_dir / RECIPE), job.recipe)
+    if changed := [c for c in changes if not c.startswith(_MAY_CHANGE)]:
         raise RaytrainError(
             f"{run_dir} holds a run of another recipe ({'; '.join(changed)}); "
             "undo the change or choose another --run-dir"

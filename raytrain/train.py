@@ -165,7 +165,7 @@ def train(job: Job, world: World, outside: Outside) -> None:
                 rows, stop = meter.rows(asked_to_stop)
                 if world.is_first:
                     asked_to_stop = outside.metrics(rows)
-            if saves:
+            if saves or stop:
                 average_buffers(learner.model, world)
                 if world.is_first:
                     writer.write(take_snapshot(learner, job, step, clock.seconds()))

@@ -8,6 +8,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 SHAPES = ("circle", "cross", "square", "stripes")
 
@@ -54,7 +55,7 @@ def drawn_set(
     return out
 
 
-def draw(shape: str, rng: np.random.Generator) -> np.ndarray:  # type: ignore[type-arg]
+def draw(shape: str, rng: np.random.Generator) -> NDArray[np.uint8]:
     """An image of a shape on noise, uint8 (height, width, 3)."""
     height, width = rng.integers(32, 41, 2)
     image = rng.integers(0, 60, (height, width, 3), dtype=np.uint8)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torchvision.transforms import RandomResizedCrop
 
 from raytrain.data.augment import CropRule, Windows, centre_windows, random_windows
@@ -10,7 +11,7 @@ from raytrain.data.augment import CropRule, Windows, centre_windows, random_wind
 RULE = CropRule((0.08, 1.0), (3 / 4, 4 / 3), flip=True)
 
 
-def windows_of(rows: np.ndarray, width: int, height: int, epoch: int = 0) -> Windows:  # type: ignore[type-arg]
+def windows_of(rows: NDArray[np.int64], width: int, height: int, epoch: int = 0) -> Windows:
     n = len(rows)
     return random_windows(RULE, 0, epoch, rows, (np.full(n, width), np.full(n, height)))
 

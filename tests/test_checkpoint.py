@@ -101,5 +101,5 @@ def test_nothing_pickled_is_executed(tmp_path: Path) -> None:
     """training.pt is read with weights_only: an object from outside is refused."""
     checkpoint = CheckpointFolder(tmp_path, 2).write(snapshot(1))
     torch.save({"optimizer": Path("/")}, checkpoint.path / "training.pt")
-    with pytest.raises(Exception, match="[Ww]eights"):
+    with pytest.raises(Exception, match=r"[Ww]eights"):
         checkpoint.load_training()

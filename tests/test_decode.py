@@ -104,7 +104,7 @@ def test_result_depends_on_nothing_but_the_arguments(decoder: Decoder) -> None:
     jpegs = [draw(40 + i, 60) for i in range(70)]  # more than DALI takes at once
     windows = make_windows(*((i % 9, i % 7, 30, 40, i % 2 == 0) for i in range(70)))
     pixels = decoder.decode(jpegs, windows, 16)
-    copy: Decoder = pickle.loads(pickle.dumps(decoder))  # noqa: S301 (our own)
+    copy: Decoder = pickle.loads(pickle.dumps(decoder))
     with ThreadPoolExecutor(3) as pool:
         for other in pool.map(lambda _: copy.decode(jpegs, windows, 16), range(3)):
             np.testing.assert_array_equal(other, pixels)

@@ -81,7 +81,7 @@ def test_resumed_in_mid_epoch_with_other_workers(
     saving = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"every_steps": 4})}
     )
-    train_with(3, saving, drawn_set, run_dir, stop_after=4)
+    train_with(3, saving, drawn_set, run_dir, stop_after=5)
     assert len(read_jsonl(run_dir / "metrics.jsonl")) == 8  # of 6 steps an epoch
     train_with(2, saving, drawn_set, run_dir)
     assert_same_run(run_dir, alone)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.data.shards import ShardSet
@@ -79,7 +79,7 @@ def train_with(
     store = run_dir.parent / f"{run_dir.name}-store-{os.urandom(4).hex()}"
     store.parent.mkdir(parents=True, exist_ok=True)
     args = (workers, recipe, shards, run_dir, stop_after, store)
-    mp.spawn(_worker, args=args, nprocs=workers)  # type: ignore[no-untyped-call]
+    spawn(_worker, args=args, nprocs=workers)
 
 
 def _worker(

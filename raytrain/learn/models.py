@@ -1,7 +1,8 @@
 """Models by name, and small ones for small images.
 
-A name is one of torchvision's (``resnet50``), one of timm's (``timm:resnet50d``), or a function of
-the user's (``module:function``), called as ``function(num_classes=..., **args)``.
+A name is one of those here (``small_cnn``), one of torchvision's (``resnet50``), one of timm's
+(``timm:resnet50d``), or a function of the user's (``module:function``), called as
+``function(num_classes=..., **args)``.
 """
 
 from __future__ import annotations
@@ -40,16 +41,23 @@ def build_model(spec: Model, num_classes: int) -> nn.Module:
     return model
 
 
+def check_model(spec: Model) -> None:
+    """Raise RaytrainError where a recipe's model doesn't exist; builds nothing."""
+    _maker(spec.name)
+
+
 def _maker(name: str) -> ModelMaker:
     source, _, rest = name.rpartition(":")
     if source == "timm":
         return _timm_maker(rest)
     if source:
         return _user_maker(source, rest)
+    if name in OWN:
+        return OWN[name]
     from torchvision.models import get_model_builder, list_models  # noqa: PLC0415 (slow to import)
 
     if name not in list_models():
-        raise RaytrainError(_unknown("model.name", name, list_models(), "torchvision"))
+        raise RaytrainError(_unknown("model.name", name, [*OWN, *list_models()], "torchvision"))
     builder: ModelMaker = get_model_builder(name)
     return builder
 
@@ -128,3 +136,6 @@ class _Residual(nn.Module):
 def _conv_norm(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     conv = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
+
+
+OWN: dict[str, ModelMaker] = {"small_cnn": small_cnn, "small_resnet": small_resnet}

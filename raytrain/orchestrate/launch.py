@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,7 @@ def run_on_ray(job: Job, request: Request) -> Result:
     session = Session(job, cluster_hardware(placement), request.price_per_hour)
     if job.recipe.validation.where == "beside" and not job.beside:
         session.warn("every GPU has a training worker, so validation is done in line")
-    with session.running():
-        try:
-            if not session.reached_target:
-                _Driver(session, placement).run()
-        except (RaytrainError, KeyboardInterrupt) as error:
-            interrupted = isinstance(error, KeyboardInterrupt)
-            session.fail("interrupted" if interrupted else "failed", str(error) or "interrupted")
-            raise
-        return session.finish()
+    return session.run(lambda: _Driver(session, placement).run())
 
 
 def check_workers(job: Job, workers: int) -> None:
@@ -94,7 +86,11 @@ def check_workers(job: Job, workers: int) -> None:
 
 
 class _Driver:
-    """Runs the trainer, and meanwhile hands what its workers tell to the session."""
+    """Runs the trainer in a thread, and hands what its workers tell to the session.
+
+    The main thread is free for that, and for Ctrl-C: Ray Train takes the signal for itself where
+    it runs in the main thread.
+    """
 
     def __init__(self, session: Session, placement: Placement) -> None:
         self._session = session
@@ -103,31 +99,47 @@ class _Driver:
         self._validations = (
             Validations(session, placement.validator_gpu) if placement.beside else None
         )
-        self._fault: BaseException | None = None
-        self._done = threading.Event()
+        self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Train to the end or the target; every validation is done when it returns."""
-        listener = threading.Thread(target=self._listen, name="raytrain-driver", daemon=True)
-        listener.start()
+        """Train to the end, the target or an interruption; all validations are done then."""
+        trainer = threading.Thread(target=self._fit, name="raytrain-fit", daemon=True)
+        trainer.start()
         try:
-            self._fit()
+            if self._validations is not None:
+                for checkpoint in self._session.job.checkpoints.due():
+                    self._validations.add(checkpoint)
+            while trainer.is_alive():
+                trainer.join(_POLL_SECONDS)
+                self._listen()
+            self._listen()
+            if self._validations is not None:
+                self._validations.take_ready(wait=True)
         finally:
-            self._done.set()
-            listener.join()
             with contextlib.suppress(Exception):  # Ray may be gone; the run's own end matters
                 if self._validations is not None:
                     self._validations.close()
                 ray.kill(self._mailbox)
-        if self._fault is not None:
-            raise self._fault
+        if self._error is not None:
+            raise self._error
 
     def _fit(self) -> None:
+        storage = self._session.job.run_dir / ".ray_train"
+        try:
+            self._trainer(storage).fit()
+            self._error = self._final_fault()
+        except ray.train.TrainingFailedError as error:
+            self._error = self._final_fault() or RaytrainError(_told_by_ray(error))
+        except BaseException as error:
+            self._error = error  # raised again in the main thread
+        finally:
+            shutil.rmtree(storage, ignore_errors=True)
+
+    def _trainer(self, storage: Path) -> TorchTrainer:
         job = self._session.job
-        storage = job.run_dir / ".ray_train"
         fewest, most = self._placement.workers
         number: Any = (fewest, most) if self._placement.elastic else most  # Ray's types lack a pair
-        trainer = TorchTrainer(
+        return TorchTrainer(
             run_worker,
             train_loop_config={
                 "job": job,
@@ -145,41 +157,22 @@ class _Driver:
                 failure_config=FailureConfig(max_failures=job.recipe.faults.max_restarts),
             ),
         )
-        try:
-            trainer.fit()
-        except ray.train.TrainingFailedError as error:
-            raise RaytrainError(self._final_fault() or _told_by_ray(error)) from error
-        finally:
-            shutil.rmtree(storage, ignore_errors=True)
-        if final := self._final_fault():
-            raise RaytrainError(final)
 
-    def _final_fault(self) -> str | None:
+    def _final_fault(self) -> RaytrainError | None:
         faults: list[str] = ray.get(self._mailbox.final_faults.remote())
-        return faults[0] if faults else None
+        return RaytrainError(faults[0]) if faults else None
 
     def _listen(self) -> None:
-        try:
-            if self._validations is not None:
-                for checkpoint in self._session.job.checkpoints.due():
-                    self._validations.add(checkpoint)
-            while True:
-                last_round = self._done.wait(_POLL_SECONDS)
-                for message in ray.get(self._mailbox.take.remote()):
-                    self._handle(message)
-                if self._validations is not None:
-                    self._validations.take_ready(wait=last_round)
-                if self._session.reached_target:
-                    self._mailbox.stop.remote()
-                if last_round:
-                    return
-        except BaseException as error:
-            self._fault = error  # raised again in the main thread once the workers have stopped
+        for message in ray.get(self._mailbox.take.remote()):
+            self._handle(message)
+        if self._validations is not None:
+            self._validations.take_ready()
+        if self._session.should_stop:
             self._mailbox.stop.remote()
 
     def _handle(self, message: Message) -> None:
         if message.kind == "checkpoint":
-            checkpoint = self._session.job.checkpoints.at(message.args[0])
+            checkpoint = Checkpoint(**message.args[0])
             self._session.checkpoint(checkpoint)
             if checkpoint.validation_due and self._validations is not None:
                 self._validations.add(checkpoint)
@@ -191,7 +184,7 @@ def run_worker(config: dict[str, Any]) -> None:
     """What each of Ray Train's workers runs."""
     sys.path.extend(p for p in config["path"] if p not in sys.path)
     mailbox = config["mailbox"]
-    if ray.get(mailbox.final_faults.remote()):
+    if ray.get(mailbox.is_over.remote()):
         return
     context = ray.train.get_context()
     world = World(
@@ -249,7 +242,7 @@ class _OnRay:
         return stop
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        ray.get(self._mailbox.put.remote("checkpoint", checkpoint.step))
+        ray.get(self._mailbox.put.remote("checkpoint", asdict(checkpoint)))
 
     def validation(self, row: ValidationRow) -> None:
         ray.get(self._mailbox.put.remote("validation", row))

@@ -16,8 +16,8 @@ class Message:
     """Something that rank 0 told.
 
     Attributes:
-        kind: name of the Session's method that takes it; for ``checkpoint`` the argument is its
-            step alone, since this process had to import torch to hold the rest.
+        kind: name of the Session's method that takes it; for ``checkpoint`` the argument is a dict
+            of its fields, since this process would have to import torch to hold the class itself.
         args: its arguments.
     """
 
@@ -90,6 +90,10 @@ class Mailbox:
     def final_faults(self) -> list[str]:
         """The faults after which no attempt makes sense, one for each worker that told one."""
         return self._final_faults
+
+    def is_over(self) -> bool:
+        """Whether workers that start now have nothing to do."""
+        return self._stop or bool(self._final_faults)
 
     def _tell_fault(self, message: str) -> None:
         self._fault_told = True

@@ -25,6 +25,8 @@ from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 
 _BLOCK_BYTES = 256 << 10  # a task hands over batches as they are done, small ones together
 
+_BLOCK_BYTES = 256 << 10  # a task hands over batches as they are done, small ones together
+
 _SCHEMA = pa.schema(
     [
         pa.field("step", pa.int64()),

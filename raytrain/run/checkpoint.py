@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -162,7 +163,7 @@ class CheckpointFolder:
             self._write_meta(temporary, snapshot)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
             temporary.rename(final)
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
             shutil.rmtree(temporary, ignore_errors=True)
             raise RaytrainError(
                 f"can't write checkpoint {final}: {error}; make room or choose another --run-dir"

@@ -1,0 +1,5 @@
+"""``python -m raytrain``: the command line."""
+
+from raytrain.cli import main
+
+main()

@@ -1,0 +1,135 @@
+"""The engine on Ray: the same numbers as without it, and runs that outlive their workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raytrain
+from raytrain.run.audit import used_rows
+from raytrain.run.history import read_jsonl
+from tests.workers import plain_cnn
+
+pytestmark = pytest.mark.usefixtures("ray_local")
+
+RECIPE: dict[str, Any] = {
+    "model": {"name": "not.used:here"},
+    "phases": [
+        {"epochs": 3, "image_px": 16, "batch": 64, "crop_area": [0.5, 1.0]},
+        {"epochs": 1, "image_px": 24, "batch": 100, "crop_area": [0.5, 1.0]},
+    ],
+    "schedule": {"lr": [{"until": "end", "linear": [0.05, 0.01]}]},
+    "input": {"audit": True, "window_blocks": 6},
+    "log": {"every_steps": 3},
+    "checkpoint": {"every_steps": 4},
+}
+
+
+class DiesOnce(nn.Module):
+    """A model that kills its process in one forward pass, unless another has done so before."""
+
+    def __init__(self, num_classes: int, marker: Path, forwards: int, training: bool) -> None:
+        super().__init__()
+        self.body = plain_cnn(num_classes)
+        self._marker, self._left, self._in_training = marker, forwards, training
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training == self._in_training:
+            self._left -= 1
+            if self._left == 0 and self._is_first():
+                os.kill(os.getpid(), signal.SIGKILL)
+        out: Tensor = self.body(x)
+        return out
+
+    def _is_first(self) -> bool:
+        try:
+            self._marker.touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+
+@pytest.fixture(scope="module")
+def undisturbed(drawn_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    raytrain.fit(RECIPE, drawn_set, model=plain_cnn, engine="inline", run_dir=run_dir)
+    return run_dir
+
+
+def assert_same(run_dir: Path, undisturbed: Path) -> None:
+    ours, theirs = (read_jsonl(d / "metrics.jsonl") for d in (run_dir, undisturbed))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, other in zip(ours, theirs, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert used_rows(run_dir) == used_rows(undisturbed)
+    ours, theirs = (read_jsonl(d / "validations.jsonl") for d in (run_dir, undisturbed))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs] == [6, 12, 18, 22]
+    for row, other in zip(ours, theirs, strict=True):
+        assert row["num_images"] == 103
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert row["top1"] == pytest.approx(other["top1"], abs=1.01 / 103)  # one near tie
+
+
+def test_two_workers_are_one_run(undisturbed: Path, drawn_set: Path, tmp_path: Path) -> None:
+    result = raytrain.fit(RECIPE, drawn_set, model=plain_cnn, workers=2, run_dir=tmp_path / "run")
+    assert result.exit_status == 0
+    assert result.summary.world_sizes == [2]
+    assert_same(tmp_path / "run", undisturbed)
+    assert not list((tmp_path / "run" / "checkpoints").glob("*/validation-due"))
+
+
+def test_a_worker_that_is_killed(undisturbed: Path, drawn_set: Path, tmp_path: Path) -> None:
+    """SIGKILL in the second epoch: the group starts again from the step of its checkpoint."""
+    marker = tmp_path / "died"
+
+    def dies_in_training(num_classes: int) -> nn.Module:
+        return DiesOnce(num_classes, marker, forwards=11, training=True)
+
+    run_dir = tmp_path / "run"
+    raytrain.fit(RECIPE, drawn_set, model=dies_in_training, workers=2, run_dir=run_dir)
+    assert marker.exists()
+    assert_same(run_dir, undisturbed)
+    events = [(e["kind"], e["step"]) for e in read_jsonl(run_dir / "events.jsonl")]
+    assert [kind for kind, _ in events if kind in ("fault", "recovery")] == ["fault", "recovery"]
+    assert dict(events)["recovery"] in (4, 6, 8)
+    assert json.loads((run_dir / "summary.json").read_text())["faults"] == 1
+
+
+def test_a_validation_that_is_killed(undisturbed: Path, drawn_set: Path, tmp_path: Path) -> None:
+    """SIGKILL of the validating process: its work is done again, nothing is dropped."""
+    marker = tmp_path / "died"
+
+    def dies_in_validation(num_classes: int) -> nn.Module:
+        return DiesOnce(num_classes, marker, forwards=2, training=False)
+
+    run_dir = tmp_path / "run"
+    raytrain.fit(RECIPE, drawn_set, model=dies_in_validation, workers="1:2", run_dir=run_dir)
+    assert marker.exists()
+    assert_same(run_dir, undisturbed)
+
+
+def test_a_users_own_parts_and_a_bug_in_one(drawn_set: Path, tmp_path: Path) -> None:
+    def adagrad(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(groups)
+
+    def wrong(logits: Tensor, labels: Tensor) -> Tensor:
+        return logits[:, labels.max() + 100]
+
+    with pytest.raises(raytrain.RaytrainError, match=r"worker 0: IndexError") as told:
+        raytrain.fit(
+            RECIPE,
+            drawn_set,
+            model=plain_cnn,
+            loss=wrong,
+            optimizer=adagrad,
+            workers=1,
+            run_dir=tmp_path / "run",
+        )
+    assert "\n" not in str(told.value)
