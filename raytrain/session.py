@@ -22,7 +22,7 @@ from raytrain.errors import RaytrainError
 from raytrain.recipe.load import dump_recipe, load_recipe, recipe_differences
 from raytrain.run.checkpoint import Checkpoint
 from raytrain.run.format import goal
-from raytrain.run.history import EVENTS, RECIPE, read_history
+from raytrain.run.history import EVENTS, METRICS, RECIPE, read_history, read_jsonl
 from raytrain.run.progress import Progress, closing
 from raytrain.run.record import RunRecord, git_commit, package_versions
 from raytrain.run.rows import (
@@ -100,12 +100,14 @@ class Session:
         )
         self._lock = _lock(job.run_dir)
         self._record = RunRecord(job.run_dir)
+        self.recorded_steps = _recorded_steps(job.run_dir)
         self._progress = Progress(job.plan)
         self._interruption = Interruption(self._progress.say)
         self.earlier_seconds = self._record.last_seconds()
         self._clock: Clock | None = None
         self._world_size = 0
         self._steps_done = 0
+        job.checkpoints.set_aside_after(self.recorded_steps, self.warn)
         before = _validations_before(job.run_dir)
         self._best = max((row.top1 for row in before), default=-1.0)
         self.target_row = first_at_target(self._target, before)
@@ -314,6 +316,11 @@ def tell(result: Result) -> str:
 
 def _validations_before(run_dir: Path) -> Sequence[ValidationRow]:
     return read_history(run_dir).validations if (run_dir / EVENTS).exists() else []
+
+
+def _recorded_steps(run_dir: Path) -> int:
+    rows = read_jsonl(run_dir / METRICS)
+    return int(rows[-1]["step"]) + 1 if rows else 0
 
 
 def _name_of(job: Job) -> str:

@@ -98,10 +98,8 @@ class _Driver:
     def __init__(self, session: Session, placement: Placement) -> None:
         self._session = session
         self._placement = placement
-        self._mailbox = mailbox_beside_me(session.earlier_seconds)
-        self._validations = (
-            Validations(session, placement.validator_gpu) if placement.beside else None
-        )
+        self._mailbox = mailbox_beside_me(session.earlier_seconds, session.recorded_steps)
+        self._validations = Validations(session, placement) if placement.beside else None
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -239,6 +237,10 @@ class _OnRay:
 
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         return open_stream(images, start, self.threads)
+
+    def recorded_steps(self) -> int:
+        steps: int = ray.get(self._mailbox.recorded_steps.remote())
+        return steps
 
     def begin(self, start: int, world_size: int) -> float:
         seconds: float = ray.get(self._mailbox.begin.remote(start, world_size))
