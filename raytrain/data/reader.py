@@ -82,21 +82,28 @@ class TrainingImages:
         offset, size = share(step.count, self.rank, self.world_size)
         return rows[offset : offset + size]
 
-    def units(self, start: int) -> list[range]:
-        """The steps from ``start`` to the end, cut into runs that one task decodes in one go."""
-        units, first, images, size = [], start, 0, 0
+    def units(
+        self, start: int, most_images: int = _UNIT_IMAGES, most_bytes: int = _UNIT_BYTES
+    ) -> Iterator[range]:
+        """The steps from ``start`` to the end, cut into runs that one task decodes in one go.
+
+        Args:
+            start: first step.
+            most_images: this worker's images in a run, unless one step alone has more.
+            most_bytes: likewise their pixels.
+        """
+        first, images, size = start, 0, 0
         for s in range(start, self.plan.num_steps):
             step = self.plan.step(s)
             more = share(step.count, self.rank, self.world_size)[1]
             more_bytes = more * step.image_px**2 * 3
-            full = images + more > _UNIT_IMAGES or size + more_bytes > _UNIT_BYTES
+            full = images + more > most_images or size + more_bytes > most_bytes
             if s > first and full:
-                units.append(range(first, s))
+                yield range(first, s)
                 first, images, size = s, 0, 0
             images, size = images + more, size + more_bytes
         if first < self.plan.num_steps:
-            units.append(range(first, self.plan.num_steps))
-        return units
+            yield range(first, self.plan.num_steps)
 
     def read(self, steps: Iterable[int]) -> Iterator[Batch]:
         """The batches of the given steps, in their order.
@@ -162,7 +169,7 @@ class ValidationImages:
 
 
 def read_with_threads(
-    images: TrainingImages | ValidationImages, units: list[range], threads: int | None = None
+    images: TrainingImages | ValidationImages, units: Iterable[range], threads: int | None = None
 ) -> Iterator[Batch]:
     """Read units with threads of this process; batches come in order.
 
