@@ -80,12 +80,12 @@ def draw_convergence(runs: Sequence[History], path: Path) -> None:
 
 def _draw_accuracy(axes: Axes, run: History, clock: Clock, color: str, *, alone: bool) -> None:
     rows = run.validations
-    times, top1 = clock.of(rows), [100 * row.top1 for row in rows]
+    times, top1 = clock.of(rows), [100 * row.counted_top1 for row in rows]
     label = "validation top-1" if alone else _label(run)
     marker = "o" if len(rows) <= 60 else ""
     axes.plot(times, top1, color=color, lw=2, marker=marker, ms=4, zorder=3, label=label)
     if _shows_top5(run):
-        top5 = [100 * row.top5 for row in rows]
+        top5 = [100 * row.counted_top5 for row in rows]
         label5 = "validation top-5" if alone else None
         axes.plot(times, top5, **VALIDATION_TOP5, color=color, label=label5)
     if run.steps:
@@ -237,7 +237,7 @@ def _title(run: History) -> str:
     elif target:
         parts.append(f"{goal(target)} not reached")
     elif run.validations:
-        parts.append(f"top-1 {percent(run.validations[-1].top1)}")
+        parts.append(f"top-1 {percent(run.validations[-1].counted_top1)}")
     if run.summary is None:
         parts.append("not ended")
     return "  ·  ".join(parts)

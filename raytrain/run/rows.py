@@ -70,6 +70,18 @@ class ValidationRow:
     top5: float
     loss: Number
     num_images: int
+    ema_top1: float | None = None
+    """Of the averaged weights; None without an average."""
+    ema_top5: float | None = None
+
+    @property
+    def counted_top1(self) -> float:
+        """Of the weights that count: the averaged ones where there are any."""
+        return self.top1 if self.ema_top1 is None else self.ema_top1
+
+    @property
+    def counted_top5(self) -> float:
+        return self.top5 if self.ema_top5 is None else self.ema_top5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +184,10 @@ class Summary:
 
 
 def meets(target: Shares, row: ValidationRow) -> bool:
-    """Whether a validation is at the target: at every share that is asked for."""
-    return bool(target) and all(getattr(row, key) >= share for key, share in target.items())
+    """Whether the weights that count are at the target: at every share that is asked for."""
+    return bool(target) and all(
+        getattr(row, f"counted_{key}") >= share for key, share in target.items()
+    )
 
 
 def first_at_target(target: Shares, rows: Sequence[ValidationRow]) -> ValidationRow | None:
