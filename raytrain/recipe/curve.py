@@ -63,7 +63,7 @@ class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=F
     - exponential [a, b]: a (b / a)^t, with a and b > 0
     """
 
-    until: Annotated[float | str, PlainValidator(_until)]
+    until: Annotated[int | float | str, PlainValidator(_until)]
     """Where the piece ends: epochs from the start of the run, 'NN%' of the run, or 'end'."""
     constant: float | None = None
     """The value all along the piece."""
