@@ -87,7 +87,10 @@ def train_with(
     store = run_dir.parent / f"{run_dir.name}-store-{os.urandom(4).hex()}"
     store.parent.mkdir(parents=True, exist_ok=True)
     job = Job(recipe, ShardSet.open(shards), run_dir, parts)
-    spawn(_worker, args=(workers, job, stop_after, store), nprocs=workers)
+    if workers == 1:
+        _worker(0, 1, job, stop_after, store)  # in this process: nothing to wait for
+    else:
+        spawn(_worker, args=(workers, job, stop_after, store), nprocs=workers)
 
 
 def _worker(rank: int, workers: int, job: Job, stop_after: int | None, store: Path) -> None:
