@@ -9,9 +9,9 @@ from torch import Tensor, nn
 class Compiled(nn.Module):
     """A model whose forward and backward pass torch.compile makes faster.
 
-    The first call with a new image size takes a minute or so, later ones don't compile again,
-    though the batches of a phase differ by an image. The weights are those of ``model`` itself,
-    which can be called as before.
+    The first call with a new image size compiles, which takes a minute or so; later ones don't,
+    with however many images. The weights are those of ``model`` itself, which can be called as
+    before.
 
     Args:
         model: on the device.
@@ -19,9 +19,10 @@ class Compiled(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.program = torch.compile(model)
+        self.program = torch.compile(model, dynamic=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        # all sizes are built in but this one, as the batches of a phase differ by an image
         torch._dynamo.maybe_mark_dynamic(images, 0)
         logits: Tensor = self.program(images)
         return logits
