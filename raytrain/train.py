@@ -63,8 +63,8 @@ class Parts:
 
     Attributes:
         model: called with the number of classes, returns an nn.Module.
-        loss: called with logits (n, classes) and labels (n,); returns one number an image (n,) or
-            their mean.
+        loss: called with logits (n, classes) and labels (n,), or with mixup the share of each
+            class (n, classes); returns one number an image (n,) or their mean.
         optimizer: called with a list of parameter groups, returns a torch optimizer. Its lr,
             momentum (or beta_1) and weight decay are written by the plan at every step.
     """

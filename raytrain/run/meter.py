@@ -117,7 +117,7 @@ class Meter:
 
     def _check(self, row: StepRow) -> None:
         """Raise RaytrainError where a step shows that the run has diverged."""
-        advice = "lower schedule.lr or warm it up longer"
+        advice = "training has most likely diverged: lower schedule.lr or warm it up longer"
         if self._plan.recipe.precision.dtype == "fp16":
             advice += ", or set precision.dtype=bf16 where the GPU has it"
         # a step that was left out shows by the scale of the next
