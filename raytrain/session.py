@@ -198,14 +198,14 @@ class Session:
         checkpoint = self.job.checkpoints.at(row.step)
         self._record.validation(row)
         self._progress.validation(row)
-        if row.counted_top1 > self._best:
-            self._best = row.counted_top1
+        if row.counted("top1") > self._best:
+            self._best = row.counted("top1")
             checkpoint.export_model(self.job.run_dir / MODEL_FILE)
         checkpoint.validated()
         if self.target_row is None and meets(self._target, row):
             self.target_row = row
             self.event(
-                "target", row.step, row.seconds, top1=row.counted_top1, top5=row.counted_top5
+                "target", row.step, row.seconds, top1=row.counted("top1"), top5=row.counted("top5")
             )
 
     def event(self, kind: str, step: int, seconds: float, **detail: object) -> None:

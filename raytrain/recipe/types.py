@@ -325,7 +325,8 @@ class Recipe(Section):
     precision: Precision = Precision()
     """In which numbers the network computes."""
     compile: bool = False
-    """Whether torch.compile makes a faster program of the network, before training starts."""
+    """Whether torch.compile makes a faster program of the network for each image size, before the
+    first step; that takes about a minute a size, and the training clock runs."""
     ema: Ema = Ema()
     """An average of the weights."""
     memory: Memory = Memory()

@@ -106,7 +106,7 @@ def entry_table(history: History) -> str:
     target = _summary(history).target
     lines = ["\t".join(COLUMNS)]
     for row in history.validations:
-        hours, top1, top5 = row.seconds / 3600, 100 * row.counted_top1, 100 * row.counted_top5
+        hours, top1, top5 = row.seconds / 3600, 100 * row.counted("top1"), 100 * row.counted("top5")
         lines.append(f"{row.epoch:g}\t{hours:.9f}\t{top1:.9g}\t{top5:.9g}")
         if meets(target, row):
             break

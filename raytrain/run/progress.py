@@ -167,7 +167,7 @@ class State:
         before, now = self.validations[-2:]
         waits = [0.0]
         for key, share in self.target.items():
-            past, error, allowed = (1 - v for v in (getattr(before, key), getattr(now, key), share))
+            past, error, allowed = (1 - v for v in (before.counted(key), now.counted(key), share))
             if error <= allowed:
                 continue
             if error >= past or allowed <= 0:
@@ -232,8 +232,8 @@ class State:
             ("images/s", rate(self.images_per_s), ""),
             ("workers", str(row.world_size), ""),
             ("data wait", self._wait(), wait_style),
-            ("top-1", percent(newest.counted_top1 if newest else None), "bold"),
-            ("top-5", percent(newest.counted_top5 if newest else None), "bold"),
+            ("top-1", percent(newest.counted("top1") if newest else None), "bold"),
+            ("top-5", percent(newest.counted("top5") if newest else None), "bold"),
             ("target", goal(self.target) or "none", ""),
             ("elapsed", duration(row.seconds), ""),
             ("left", _about(self.seconds_left()), ""),

@@ -74,14 +74,11 @@ class ValidationRow:
     """Of the averaged weights; None without an average."""
     ema_top5: float | None = None
 
-    @property
-    def counted_top1(self) -> float:
-        """Of the weights that count: the averaged ones where there are any."""
-        return self.top1 if self.ema_top1 is None else self.ema_top1
-
-    @property
-    def counted_top5(self) -> float:
-        return self.top5 if self.ema_top5 is None else self.ema_top5
+    def counted(self, key: str) -> float:
+        """`top1` or `top5` of the weights that count: the averaged ones where there are any."""
+        averaged: float | None = getattr(self, f"ema_{key}")
+        value: float = getattr(self, key)
+        return value if averaged is None else averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +182,7 @@ class Summary:
 
 def meets(target: Shares, row: ValidationRow) -> bool:
     """Whether the weights that count are at the target: at every share that is asked for."""
-    return bool(target) and all(
-        getattr(row, f"counted_{key}") >= share for key, share in target.items()
-    )
+    return bool(target) and all(row.counted(key) >= share for key, share in target.items())
 
 
 def first_at_target(target: Shares, rows: Sequence[ValidationRow]) -> ValidationRow | None:
