@@ -111,6 +111,9 @@ class Outside(Protocol):
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         """This worker's batches from step ``start`` to the end, read ahead."""
 
+    def recorded_steps(self) -> int:
+        """How many steps' metrics rank 0 can count on in the record."""
+
     def begin(self, start: int, world_size: int) -> float:
         """Rank 0 is about to make step ``start``; gives the training clock in seconds."""
 
@@ -343,7 +346,10 @@ def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
         (steps done, a number for this attempt that is larger than that of any before); the same
         on every worker.
     """
-    newest = job.checkpoints.newest(outside.warn) if world.is_first else None
+    newest = None
+    if world.is_first:
+        job.checkpoints.set_aside_after(outside.recorded_steps(), outside.warn)
+        newest = job.checkpoints.newest(outside.warn)
     start, attempt = agree([newest.step if newest else 0, time.time_ns()], world)
     return start, attempt
 

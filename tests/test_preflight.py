@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import time
 import uuid
@@ -44,7 +45,7 @@ CU130 = CU128[1:]
 
 
 def report(node: str, **changed: Any) -> NodeReport:
-    plenty = {"run directory": 2**40, "/dev/shm": 2**35}  # noqa: S108
+    plenty = {"run dir": 2**40, "/dev/shm": 2**35}  # noqa: S108
     return replace(NodeReport(node, VERSIONS, (), plenty, (), time.time()), **changed)
 
 
@@ -64,7 +65,7 @@ def test_a_fit_node_says_what_it_is_and_leaves_nothing(probe: Probe) -> None:
     assert said.faults == ()
     assert said.node == f"{socket.gethostname()} (10.0.0.7)"
     assert {"raytrain", "ray", "torch", "python"} <= set(said.versions)
-    assert said.free["run directory"] > 0
+    assert said.free["run dir"] > 0
     assert abs(said.clock - time.time()) < 5
     assert [path.name for path in probe.file.parent.iterdir() if path.is_file()] == [".preflight-x"]
 
@@ -247,10 +248,12 @@ def test_little_room_is_a_warning() -> None:
 
 
 def test_the_table_has_a_row_a_node() -> None:
-    console = Console(width=200, record=True, quiet=True)
-    console.print(table([report("a", gpus=(V100,) * 8), report("b", skew=1.25)]))
-    text = console.export_text()
-    for part in ("8 x Tesla V100", "570.195.03", "2.60.0", "1024 GB", "+1.2 s"):
+    written = io.StringIO()
+    other = report("b", skew=1.25, versions=VERSIONS | {"ray": "2.59.0"})
+    grid = table([report("a", gpus=(V100,) * 8), other])
+    Console(file=written, width=200).print(grid)
+    text = written.getvalue()
+    for part in ("8 x Tesla V100", "570.195.03", "ray 2.60.0", "1024 GB", "+1.2 s", "ray 2.59.0"):
         assert part in text, part
 
 
@@ -286,7 +289,7 @@ def test_a_node_that_is_gone_or_slow_is_warned_of(probe: Probe) -> None:
 def test_a_node_that_can_t_run_raytrain_is_a_fault(
     probe: Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(probe: Probe, address: str) -> NodeReport:
+    def broken(*_: object) -> NodeReport:
         raise ImportError("no module named raytrain")
 
     monkeypatch.setattr(module, "examine", broken)

@@ -17,6 +17,7 @@ from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.data.shards import ShardSet
 from raytrain.recipe.types import Recipe
 from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.history import read_jsonl
 from raytrain.run.record import RunRecord
 from raytrain.run.rows import StepRow, ValidationRow
 from raytrain.train import Job, Parts, train
@@ -42,6 +43,7 @@ class Told:
     """An Outside that only listens."""
 
     stop_after: int | None = None
+    recorded: int = 0
     threads: int = 1
     rows: list[StepRow] = field(default_factory=list)
     validations: list[ValidationRow] = field(default_factory=list)
@@ -50,6 +52,9 @@ class Told:
 
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         return read_with_threads(images, images.units(start), 1)
+
+    def recorded_steps(self) -> int:
+        return self.recorded
 
     def begin(self, start: int, world_size: int) -> float:
         self.started_at.append(start)
@@ -98,7 +103,7 @@ def _worker(rank: int, workers: int, job: Job, stop_after: int | None, store: Pa
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if workers > 1:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=workers)
-    told = Told(stop_after)
+    told = Told(stop_after, recorded=len(read_jsonl(job.run_dir / "metrics.jsonl")))
     try:
         train(job, World(rank=rank, size=workers), told)
     except Exception:

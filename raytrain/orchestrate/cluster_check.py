@@ -209,32 +209,41 @@ def _check_local(document: Document) -> Iterator[Finding]:
 
 
 def _check_machines(document: Document) -> Iterator[Finding]:
-    provider = _provider(document)
-    for name in _node_types(document):
-        key = ("available_node_types", name)
-        if provider == "aws":
-            machine = document.at(str, *key, "node_config", "InstanceType")
-            if machine is None:
-                if not document.at(dict, *key, "node_config", "LaunchTemplate"):
-                    yield document.found((*key, "node_config", "InstanceType"), "missing; name one")
-            elif not is_aws_machine(machine):
-                yield document.found(
-                    (*key, "node_config", "InstanceType"), f"{machine!r} is no EC2 machine type"
-                )
-            elif document.at(dict, *key, "resources"):  # {}: Ray asks EC2 for them
-                yield from _check_resources(document, name, machine, *aws_machine(machine))
-        elif provider == "gcp":
-            machine = document.at(str, *key, "node_config", "machineType")
-            if machine is None:
-                yield document.found((*key, "node_config", "machineType"), "missing; name one")
-                continue
-            cpus, gpus = gcp_machine(machine.rpartition("/")[2])
-            if gpus == 0:
-                added = (*key, "node_config", "guestAccelerators")
-                numbers = range(len(document.at(list, *added) or []))
-                gpus = sum(document.at(int, *added, n, "acceleratorCount") or 0 for n in numbers)
-            yield from _check_resources(document, name, machine, cpus, gpus)
-            yield from _check_gcp_maintenance(document, name, bool(gpus))
+    check = {"aws": _check_aws_machine, "gcp": _check_gcp_machine}.get(_provider(document))
+    if check is not None:
+        for name in _node_types(document):
+            yield from check(document, name)
+
+
+def _check_aws_machine(document: Document, name: str) -> Iterator[Finding]:
+    config = ("available_node_types", name, "node_config")
+    machine = document.at(str, *config, "InstanceType")
+    if machine is None:
+        if not document.at(dict, *config, "LaunchTemplate"):
+            yield document.found((*config, "InstanceType"), "missing; name one")
+    elif not is_aws_machine(machine):
+        yield document.found((*config, "InstanceType"), f"{machine!r} is no EC2 machine type")
+    elif document.at(dict, *config[:-1], "resources"):  # {}: Ray asks EC2 for them
+        yield from _check_resources(document, name, machine, *aws_machine(machine))
+
+
+def _check_gcp_machine(document: Document, name: str) -> Iterator[Finding]:
+    config = ("available_node_types", name, "node_config")
+    machine = document.at(str, *config, "machineType")
+    if machine is None:
+        yield document.found((*config, "machineType"), "missing; name one")
+        return
+    cpus, gpus = gcp_machine(machine.rpartition("/")[2])
+    if gpus == 0:
+        added = (*config, "guestAccelerators")
+        numbers = range(len(document.at(list, *added) or []))
+        gpus = sum(document.at(int, *added, n, "acceleratorCount") or 0 for n in numbers)
+    yield from _check_resources(document, name, machine, cpus, gpus)
+    if gpus and document.at(str, *config, "scheduling", "onHostMaintenance") != "TERMINATE":
+        yield document.found(
+            (*config, "scheduling"),
+            "Compute Engine refuses GPUs without it; write {onHostMaintenance: TERMINATE}",
+        )
 
 
 def _check_resources(
@@ -246,14 +255,6 @@ def _check_resources(
         keeps_work_away = unit == "CPU" and said == 0 and unit in (document.at(dict, *key) or {})
         if has is not None and said != has and not keeps_work_away:
             yield document.found((*key, unit), f"{said}, but a {machine} has {has}; write {has}")
-
-
-def _check_gcp_maintenance(document: Document, name: str, has_gpus: bool) -> Iterator[Finding]:
-    key = ("available_node_types", name, "node_config", "scheduling")
-    if has_gpus and document.at(str, *key, "onHostMaintenance") != "TERMINATE":
-        yield document.found(
-            key, "Compute Engine refuses GPUs without it; write {onHostMaintenance: TERMINATE}"
-        )
 
 
 def _check_zone(document: Document) -> Iterator[Finding]:
@@ -305,10 +306,14 @@ def _check_aws_access(document: Document) -> Iterator[Finding]:
                 "missing, and Ray makes one that may do everything in EC2 and S3; "
                 "name one of your own (cluster/README.md)",
             )
+
+
+def _check_security_group(document: Document) -> Iterator[Finding]:
     rules = ("provider", "security_group", "IpPermissions")
     for number, rule in enumerate(document.at(list, *rules) or []):
         to_world = any(address in str(rule) for address in ("'0.0.0.0/0'", "'::/0'"))
-        if to_world and document.at(int, *rules, number, "ToPort") != 22:
+        ports = [document.at(int, *rules, number, end) for end in ("FromPort", "ToPort")]
+        if to_world and ports != [22, 22]:
             yield document.found(
                 (*rules, number),
                 "open to the world; let in SSH only and forward ports through it (ray dashboard)",
@@ -345,6 +350,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     _check_zone,
     _check_storage,
     _check_aws_access,
+    _check_security_group,
     check_commands,
     check_secrets,
 )

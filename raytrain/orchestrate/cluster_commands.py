@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from raytrain.orchestrate.cluster_file import Document, Finding, Key
-from raytrain.orchestrate.cluster_known import LAST_TORCH_WITH_V100
+from raytrain.orchestrate.cluster_known import LAST_TORCH_WITH_V100, RAY_IMAGE
 
 SETUP: Final = (
     "initialization_commands",
@@ -34,7 +34,6 @@ _SECRET: Final = re.compile(
 )
 _PIN: Final = re.compile(r"(?<![\w-])(ray|torch|raytrain)(?:\[[\w,-]+\])?==([\w.+!]+)")
 _WHEEL: Final = re.compile(r"(?<![\w-])(raytrain)-(\d[\w.]*)-py3-none-any\.whl")
-_IMAGE: Final = re.compile(r"rayproject/(ray)(?:-ml)?:(\d+\.\d+\.\d+)")
 _CONSTRAINTS: Final = re.compile(r"[\w./~-]*constraints[\w.-]*\.txt")
 
 
@@ -76,13 +75,16 @@ def check_versions(document: Document, path: Path) -> Iterator[Finding]:
         pins += list(_pins_in(text, key, file.name))
     for package in ("ray", "raytrain", "torch"):
         of_package = [pin for pin in pins if pin.package == package]
-        if package != "torch" and not of_package:
+        has_v100 = _has_v100(document)
+        if not of_package and (package != "torch" or has_v100):
+            pinned = f"{package}=={metadata.version(package)}"
             yield document.found(
                 ("setup_commands",),
-                f"no command pins {package}; install {package}=={metadata.version(package)}",
+                f"no command pins {package}; install "
+                + ("with constraints-v100.txt" if has_v100 else pinned),
             )
         for pin in of_package:
-            problem = _problem(pin, of_package[0], _has_v100(document))
+            problem = _problem(pin, of_package[0], has_v100)
             if problem:
                 yield document.found(
                     pin.key, f"{pin.source} has {package} {pin.version}, {problem}"
@@ -186,7 +188,7 @@ def _pins(document: Document) -> Iterator[_Pin]:
 
 
 def _pins_in(text: str, key: Key, source: str) -> Iterator[_Pin]:
-    for pattern in (_PIN, _WHEEL, _IMAGE):
+    for pattern in (_PIN, _WHEEL, RAY_IMAGE):
         for match in pattern.finditer(text):
             yield _Pin(match[1], match[2], key, source)
 

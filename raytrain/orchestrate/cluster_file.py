@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,8 +45,8 @@ class Document:
     """
 
     data: Mapping[str, Any]
-    lines: Mapping[Key, int] = field(default_factory=dict)
-    repeated: tuple[Key, ...] = ()
+    lines: Mapping[Key, int]
+    repeated: tuple[Key, ...]
 
     def at(self, kind: type[_T], *key: str | int) -> _T | None:
         """The value at `key` if there is one and it is of this type."""

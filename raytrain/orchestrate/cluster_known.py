@@ -21,6 +21,9 @@ AWS_GPUS: Final = {
 }  # fmt: skip
 """GPUs of EC2 machines (EC2 User Guide, accelerated computing instances)."""
 
+RAY_IMAGE: Final = re.compile(r"rayproject/(ray)(?:-ml)?:(\d+\.\d+\.\d+)")
+"""Ray's own images, with the version that their tag begins with."""
+
 LAST_TORCH_WITH_V100: Final = "2.10"
 """The ordinary index's wheels of later versions have no kernels for sm_70."""
 

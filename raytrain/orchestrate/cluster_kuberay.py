@@ -10,7 +10,7 @@ from typing import Any
 
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.cluster_file import Document, Finding, Key, check_known
-from raytrain.orchestrate.cluster_known import RAYCLUSTER_KEYS
+from raytrain.orchestrate.cluster_known import RAY_IMAGE, RAYCLUSTER_KEYS
 
 _GPU = "nvidia.com/gpu"
 _GIB = {"": 2**-30, "M": 1e6 / 2**30, "G": 1e9 / 2**30, "Mi": 2**-10, "Gi": 1.0, "Ti": 1024.0}
@@ -94,13 +94,15 @@ def _check_images(document: Document) -> Iterator[Finding]:
         key = (*_container(group), "image")
         image = document.at(str, *key)
         tag = (image or "").rpartition(":")[2]
-        release = re.match(r"rayproject/ray(?:-ml)?:(\d+\.\d+\.\d+)", image or "")
+        release = RAY_IMAGE.match(image or "")
         if image is None or ":" not in image or tag in ("latest", "nightly"):
             yield document.found(key, f"{image or 'missing'} changes by itself; pin a version")
         elif image != first:
             yield document.found(key, f"{image}, but the head has {first}; all need the same")
-        elif release and release[1] != here:
-            yield document.found(key, f"Ray {release[1]}, but this machine has {here}")
+        elif release and release[2] != here:
+            yield document.found(
+                key, f"Ray {release[2]}, but this machine has {here}; use the same"
+            )
 
 
 def _check_counts(document: Document, key: Key) -> Iterator[Finding]:

@@ -90,8 +90,8 @@ def examine(probe: Probe, address: str) -> NodeReport:
     found = [_storage_fault(probe), _data_fault(probe)]
     if not probe.one_machine:
         found.append(nccl_fault() if probe.use_gpu else gloo_fault(address))
-    folders = {"run directory": probe.file.parent, "/dev/shm": Path("/dev/shm"),  # noqa: S108
-               "temporary files": Path(tempfile.gettempdir())}  # fmt: skip
+    folders = {"run dir": probe.file.parent, "/dev/shm": Path("/dev/shm"),  # noqa: S108
+               "temp dir": Path(tempfile.gettempdir())}  # fmt: skip
     return NodeReport(
         node=f"{socket.gethostname()} ({address})",
         versions=package_versions(_torch_cuda()),

@@ -264,24 +264,21 @@ def shortages(reports: Sequence[NodeReport]) -> list[str]:
 
 
 def table(reports: Sequence[NodeReport]) -> Table:
-    """The nodes, one a row."""
-    grid = Table("node", title="pre-flight", title_justify="left")
-    names = sorted({name for report in reports for name in report.versions})
+    """The nodes, one a row, under the versions of the first; only what differs is in its row."""
+    common = reports[0].versions if reports else {}
+    grid = Table(title="pre-flight: " + ", ".join(f"{n} {v}" for n, v in sorted(common.items())))
     places = list(reports[0].free) if reports else []
-    for name in (*names, "GPUs", "driver", *places, "clock"):
-        grid.add_column(f"{name} free" if name in places else name)
+    grid.add_column("node", no_wrap=True)
+    for name in ("GPUs", "driver", *(f"{place} free" for place in places), "clock", "differs"):
+        grid.add_column(name, overflow="fold")
     for report in reports:
         kinds = sorted({gpu.name for gpu in report.gpus})
-        drivers = sorted({gpu.driver for gpu in report.gpus})
         grid.add_row(
             report.node,
-            *(report.versions.get(name, "-") for name in names),
-            f"{len(report.gpus)} x {', '.join(kinds)}" if kinds else "-",
-            ", ".join(drivers) or "-",
-            *(
-                f"{report.free[name] / 2**30:.0f} GB" if name in report.free else "-"
-                for name in places
-            ),
+            f"{len(report.gpus)} x {', '.join(kinds)}" if kinds else "",
+            ", ".join(sorted({gpu.driver for gpu in report.gpus})),
+            *(f"{report.free[p] / 2**30:.0f} GB" if p in report.free else "" for p in places),
             f"{report.skew:+.1f} s",
+            ", ".join(f"{n} {v}" for n, v in report.versions.items() if common.get(n) != v),
         )
     return grid

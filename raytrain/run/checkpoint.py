@@ -140,6 +140,23 @@ class CheckpointFolder:
                 damaged(f"{path} is damaged ({error}); going back to the checkpoint before it")
         return None
 
+    def set_aside_after(self, step: int, told: Callable[[str], None]) -> None:
+        """Set aside checkpoints of later steps than the run's record knows of.
+
+        When everything is killed at once, a checkpoint may be whole while the metrics of its last
+        steps were not written yet. Those steps are made again, so that the record has no gap.
+
+        Args:
+            step: steps in the record.
+            told: told in one line of each.
+        """
+        for path in sorted(self.path.glob("step-*")):
+            if int(path.name.removeprefix("step-")) > step:
+                aside = path.with_name(f"unrecorded-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                told(f"{path} is newer than the metrics, which end at step {step}; set aside")
+
     def at(self, step: int) -> Checkpoint:
         """The checkpoint after ``step`` steps, checked.
 
