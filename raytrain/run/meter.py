@@ -26,7 +26,7 @@ class _Counted:
 
 
 _MOST_SKIPPED = 20  # steps in a row that fp16 may leave out
-_LOWEST_SCALE = 2.0**-14  # fp16's smallest normal number: gradients as large as that say nothing
+_LOWEST_SCALE = 2.0**-14  # of fp16's loss scale, which stays above 1 while training is healthy
 
 
 class Meter:
