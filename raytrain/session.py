@@ -109,7 +109,7 @@ class Session:
         self._steps_done = 0
         job.checkpoints.set_aside_after(self.recorded_steps, self.warn)
         before = _validations_before(job.run_dir)
-        self._best = max((row.top1 for row in before), default=-1.0)
+        self._best = max((row.counted("top1") for row in before), default=-1.0)
         self.target_row = first_at_target(self._target, before)
 
     def run(self, engine: Callable[[], None]) -> Result:
@@ -204,13 +204,15 @@ class Session:
         checkpoint = self.job.checkpoints.at(row.step)
         self._record.validation(row)
         self._progress.validation(row)
-        if row.top1 > self._best:
-            self._best = row.top1
+        if row.counted("top1") > self._best:
+            self._best = row.counted("top1")
             checkpoint.export_model(self.job.run_dir / MODEL_FILE)
         checkpoint.validated()
         if self.target_row is None and meets(self._target, row):
             self.target_row = row
-            self.event("target", row.step, row.seconds, top1=row.top1, top5=row.top5)
+            self.event(
+                "target", row.step, row.seconds, top1=row.counted("top1"), top5=row.counted("top5")
+            )
 
     def event(self, kind: str, step: int, seconds: float, **detail: object) -> None:
         """Anything else that a reader of the run should know."""

@@ -25,7 +25,7 @@ from raytrain.data.decode_cpu import CpuDecoder
 from raytrain.data.order import BlockLayout, Order, Rows
 from raytrain.data.shards import Block, ShardSet, Size
 from raytrain.errors import RaytrainError
-from raytrain.recipe.plan import Plan, Step, share
+from raytrain.recipe.plan import Plan, Step
 
 _UNIT_BYTES = 16 << 20  # most pixels decoded by one task, for memory's sake
 _UNIT_IMAGES = 512  # most images decoded by one task: enough to hide what starting it costs
@@ -79,7 +79,7 @@ class TrainingImages:
     def rows(self, step: Step) -> Rows:
         """The rows of this worker's share of a step; int64, shape (share,)."""
         rows = self._order.step_rows(step.epoch, step.first, step.count)
-        offset, size = share(step.count, self.rank, self.world_size)
+        offset, size = self.plan.share_of(step, self.rank, self.world_size)
         return rows[offset : offset + size]
 
     def units(
@@ -95,7 +95,7 @@ class TrainingImages:
         first, images, size = start, 0, 0
         for s in range(start, self.plan.num_steps):
             step = self.plan.step(s)
-            more = share(step.count, self.rank, self.world_size)[1]
+            more = self.plan.share_of(step, self.rank, self.world_size)[1]
             more_bytes = more * step.image_px**2 * 3
             full = images + more > most_images or size + more_bytes > most_bytes
             if s > first and full:

@@ -12,7 +12,7 @@ import ray
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.cluster import Placement
 from raytrain.run.checkpoint import Checkpoint
-from raytrain.run.evaluate import Score
+from raytrain.run.evaluate import Scores
 from raytrain.run.rows import ValidationRow
 from raytrain.session import Session
 from raytrain.train import Job, build_job_model, score_checkpoint, validation_row
@@ -36,8 +36,8 @@ class Validator:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = build_job_model(job).to(self._device)
 
-    def score(self, checkpoint: Checkpoint) -> Score:
-        """The score of a checkpoint on all validation images."""
+    def score(self, checkpoint: Checkpoint) -> Scores:
+        """The scores of a checkpoint on all validation images."""
         return score_checkpoint(self._job, checkpoint, self._model, self._device, self._threads)
 
 
