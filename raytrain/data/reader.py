@@ -230,7 +230,8 @@ class _StoredSplit:
         )
 
     def _open(self, size: Size, block: Block) -> _OpenBlock:
-        key = (self._shards.fingerprint, self._split, size, block.index)
+        shards = self._shards
+        key = (shards.uri, shards.fingerprint, self._split, size, block.index)
         return _cache.get(key, lambda: _open(self._shards.read_block(self._split, size, block)))
 
 
@@ -255,7 +256,7 @@ class _OpenBlock:
     nbytes: int
 
 
-_Key = tuple[str, str, Size, int]  # fingerprint, split, size, block
+_Key = tuple[str, str, str, Size, int]  # address, fingerprint, split, size, block
 
 
 class _BlockCache:
