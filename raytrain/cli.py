@@ -245,14 +245,21 @@ def report(
     png: Annotated[Path, typer.Option(help="Where to draw the convergence picture.")] = Path(
         "convergence.png"
     ),
+    against: Annotated[
+        list[Path] | None,
+        typer.Option(help="JSON file of a DAWNBench entry, its TSV beside it; more than once."),
+    ] = None,
 ) -> None:
     """Print a table of runs and draw their convergence in one picture."""
     from rich.console import Console
 
+    from raytrain.run.report import comparison
     from raytrain.run.report import report as make
 
     Console().print(make(runs, png))
     print(f"picture: {png}")
+    if against:
+        Console().print(comparison(runs, against))
 
 
 @app.command()

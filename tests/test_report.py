@@ -19,7 +19,7 @@ from raytrain.errors import RaytrainError
 from raytrain.run.history import read_history
 from raytrain.run.picture import draw_convergence
 from raytrain.run.record import RunRecord
-from raytrain.run.report import report
+from raytrain.run.report import comparison, report
 from tests.test_record import FACTS, six_steps, started, step_row, validation_row
 
 
@@ -154,3 +154,42 @@ def test_picture_of_a_run_without_a_step(tmp_path: Path, drawn: list[Figure]) ->
     started(tmp_path)
     draw_convergence([read_history(tmp_path)], tmp_path / "a.png")
     assert len(drawn[0].axes) == 2
+
+
+def test_a_run_beside_entries(tmp_path: Path) -> None:
+    """A run's own DAWNBench files are an entry like any other, with the same time and cost."""
+    priced = replace(FACTS, price_per_hour=360.0, target={"top1": 0.75})
+    record = RunRecord(tmp_path / "good")
+    record.start(priced)
+    record.metrics([step_row(s) for s in range(6)])
+    for step, top1 in ((3, 0.5), (6, 0.8)):
+        record.validation(validation_row(step, top1))
+    record.finish("target_reached", "", seconds=6.0)
+    text = text_of(comparison([tmp_path / "good"], [tmp_path / "good" / "dawnbench.json"]))
+    ours, theirs = (line for line in text.splitlines() if "6.0 s" in line)
+    assert ours.split()[-2:] == theirs.split()[-2:]
+    assert "$0.60" in ours
+
+
+def test_the_record_run_beside_a_run_without_a_target(tmp_path: Path) -> None:
+    entries = Path(__file__).parents[2] / "shared" / "data" / "dawnbench"
+    if not entries.is_dir():
+        pytest.skip("needs shared/data/dawnbench")
+    record = RunRecord(tmp_path / "run")
+    record.start(replace(FACTS, target={}))
+    record.finish("completed", "", seconds=1.0)
+    paths = sorted(entries.glob("*.json"))
+    text = text_of(comparison([tmp_path / "run"], paths), width=120)
+    assert "to top-5 93 %" in text
+    for name, time in (("modelarts_10m28", "10 m 28 s"), ("gn6e_16_machine", "2 m 38 s")):
+        (line,) = (row for row in text.splitlines() if name in row)
+        assert time in line
+    (line,) = (row for row in text.splitlines() if "fastai" in row)
+    assert "$" in line
+
+
+def test_a_file_that_is_no_entry_is_one_line(tmp_path: Path) -> None:
+    six_steps(tmp_path / "run").finish("completed", "", seconds=6.0)
+    with pytest.raises(RaytrainError, match="not a DAWNBench entry") as told:
+        comparison([tmp_path / "run"], [tmp_path / "run" / "summary.json"])
+    assert "\n" not in str(told.value)

@@ -48,10 +48,13 @@ def time_to(entry: Entry, *, top1: float | None = None, top5: float | None = 93.
 
     Without arguments: DAWNBench's rule for ImageNet, 93 % top-5.
     """
-    for point in entry.points:
-        if point.top1 >= (top1 or 0.0) and point.top5 >= (top5 or 0.0):
-            return point.hours
-    return None
+    point = first_point_at(entry, top1 or 0.0, top5 or 0.0)
+    return point.hours if point else None
+
+
+def first_point_at(entry: Entry, top1: float, top5: float) -> Point | None:
+    """The first validation at both accuracies (percent); None where there is none."""
+    return next((p for p in entry.points if p.top1 >= top1 and p.top5 >= top5), None)
 
 
 def read_entry(json_path: Path, tsv_path: Path) -> Entry:

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrain.errors import RaytrainError
-from raytrain.run.format import duration, percent, rate
+from raytrain.run.dawnbench import first_point_at, read_entry
+from raytrain.run.format import duration, goal, percent, rate
 from raytrain.run.history import EVENTS, METRICS, History, read_history, summarize
-from raytrain.run.rows import Summary
+from raytrain.run.rows import Shares, Summary, first_at_target
 
 
 def report(run_dirs: Sequence[Path], picture: Path | None = None) -> Table:
@@ -33,6 +34,61 @@ def report(run_dirs: Sequence[Path], picture: Path | None = None) -> Table:
                 f"cannot draw the picture {picture}: {error.strerror}; give another --out"
             ) from error
     return runs_table(histories)
+
+
+def comparison(run_dirs: Sequence[Path], entries: Sequence[Path]) -> Table:
+    """Runs beside DAWNBench entries: time, epochs and cost to the same accuracy.
+
+    The accuracy is the first run's target, or DAWNBench's 93 % top-5 where that has none.
+
+    Args:
+        run_dirs: finished runs or not.
+        entries: JSON files of entries, each with its TSV file beside it.
+
+    Raises:
+        RaytrainError: a folder is no run, or a file is no entry.
+    """
+    histories = [read_history(run_dir) for run_dir in run_dirs]
+    facts = histories[0].facts
+    target = facts.target if facts and facts.target else {"top5": 0.93}
+    table = Table(box=SIMPLE_HEAD, header_style="bold", title=f"to {goal(target)}")
+    table.add_column("run or entry", overflow="fold")
+    table.add_column("model", overflow="fold")
+    for column in ("time", "epochs", "cost"):
+        table.add_column(column, justify="right")
+    for history in histories:
+        row = first_at_target(target, history.validations)
+        facts = history.facts
+        cost = _cost(facts.price_per_hour if facts else None, row.seconds if row else None)
+        table.add_row(
+            Text(history.name),
+            Text(facts.model if facts else "-"),
+            *((duration(row.seconds), f"{row.epoch:g}") if row else ("not reached", "-")),
+            cost,
+        )
+    for path in entries:
+        table.add_row(*_entry_cells(path, target))
+    return table
+
+
+def _entry_cells(path: Path, target: Shares) -> list[Text]:
+    entry = read_entry(path, path.with_suffix(".tsv"))
+    percents = {key: 100 * share for key, share in target.items()}
+    point = first_point_at(entry, percents.get("top1", 0.0), percents.get("top5", 0.0))
+    seconds = point.hours * 3600 if point else None
+    return [
+        Text(path.stem),
+        Text(str(entry.meta["model"])),
+        Text(duration(seconds) if seconds is not None else "not reached"),
+        Text(f"{point.epoch:g}" if point else "-"),
+        Text(_cost(entry.meta.get("costPerHour"), seconds)),
+    ]
+
+
+def _cost(price_per_hour: float | None, seconds: float | None) -> str:
+    if price_per_hour is None or seconds is None:
+        return "-"
+    return f"${price_per_hour * seconds / 3600:,.2f}"
 
 
 def runs_table(histories: Sequence[History]) -> Table:
