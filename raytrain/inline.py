@@ -86,8 +86,8 @@ class _InThisProcess:
     def validation(self, row: ValidationRow) -> None:
         self._session.validation(row)
 
-    def warn(self, message: str) -> None:
-        self._session.warn(message)
+    def say(self, message: str) -> None:
+        self._session.say(message)
 
     def _validate_due(self) -> None:
         """Validate what an earlier command left unvalidated when it died."""

@@ -107,7 +107,7 @@ class Session:
         self._clock: Clock | None = None
         self._world_size = 0
         self._steps_done = 0
-        job.checkpoints.set_aside_after(self.recorded_steps, self.warn)
+        job.checkpoints.set_aside_after(self.recorded_steps, self.say)
         before = _validations_before(job.run_dir)
         self._best = max((row.counted("top1") for row in before), default=-1.0)
         self.target_row = first_at_target(self._target, before)
@@ -218,9 +218,9 @@ class Session:
         """Anything else that a reader of the run should know."""
         self._progress.event(self._record.event(kind, step=step, seconds=seconds, **detail))
 
-    def warn(self, message: str) -> None:
-        """Something that a user should read now."""
-        self._progress.say(f"warning: {message}")
+    def say(self, message: str) -> None:
+        """A line for the user."""
+        self._progress.say(message)
 
     def fault(self, reason: str) -> None:
         """Something failed, and the workers start again or give up."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raytrain.data.decoders import choose_decoder
 from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
 from raytrain.data.shards import ShardSet
 from raytrain.learn.average import WeightAverage
@@ -126,8 +127,8 @@ class Outside(Protocol):
     def validation(self, row: ValidationRow) -> None:
         """Rank 0 has validated, in line, the weights whose checkpoint is whole by now."""
 
-    def warn(self, message: str) -> None:
-        """Something that a user should read."""
+    def say(self, message: str) -> None:
+        """Rank 0 has a line for the user."""
 
 
 def train(job: Job, world: World, outside: Outside) -> None:
@@ -145,7 +146,7 @@ def train(job: Job, world: World, outside: Outside) -> None:
     start, attempt = find_start(job, world, outside)
     clock = Clock(outside.begin(start, world.size) if world.is_first else 0.0)
     with ExitStack() as cleanup:
-        images = TrainingImages(job.shards, plan, world.rank, world.size)
+        images = training_images(job, world, outside)
         feed = Feed(outside.batches(images, start), world.device, recipe.input.ahead_batches)
         cleanup.callback(feed.close)
         writer = CheckpointWriter(job.checkpoints, outside.checkpoint)
@@ -348,8 +349,8 @@ def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
     """
     newest = None
     if world.is_first:
-        job.checkpoints.set_aside_after(outside.recorded_steps(), outside.warn)
-        newest = job.checkpoints.newest(outside.warn)
+        job.checkpoints.set_aside_after(outside.recorded_steps(), outside.say)
+        newest = job.checkpoints.newest(outside.say)
     start, attempt = agree([newest.step if newest else 0, time.time_ns()], world)
     return start, attempt
 
@@ -420,6 +421,14 @@ def score_checkpoint(
         model.load_state_dict(state)
         scores.append(score_rows(examiner, model, images, threads))
     return Scores(*scores)
+
+
+def training_images(job: Job, world: World, outside: Outside) -> TrainingImages:
+    """This worker's part of the run, with the decoder that the recipe or the hardware chooses."""
+    decoder = choose_decoder(job.recipe.input.decoder, world.device, outside.threads)
+    if world.is_first:
+        outside.say(f"decoder {decoder.name}, {outside.threads} at a time a worker")
+    return TrainingImages(job.shards, job.plan, world.rank, world.size, decoder)
 
 
 def validation_images(job: Job, image_px: int, rows: range) -> ValidationImages:

@@ -70,7 +70,7 @@ class Told:
     def validation(self, row: ValidationRow) -> None:
         self.validations.append(row)
 
-    def warn(self, message: str) -> None:
+    def say(self, message: str) -> None:
         self.warnings.append(message)
 
 

@@ -74,7 +74,7 @@ def run_on_ray(job: Job, request: Request) -> Result:
     job = replace(job, beside=placement.beside)
     session = Session(job, cluster_hardware(placement), request.price_per_hour)
     if job.recipe.validation.where == "beside" and not job.beside:
-        session.warn("every GPU has a training worker, so validation is done in line")
+        session.say("every GPU has a training worker, so validation is done in line")
     return session.run(lambda: _Driver(session, placement).run())
 
 
@@ -256,8 +256,8 @@ class _OnRay:
     def validation(self, row: ValidationRow) -> None:
         ray.get(self._mailbox.put.remote("validation", row))
 
-    def warn(self, message: str) -> None:
-        ray.get(self._mailbox.put.remote("warn", message))
+    def say(self, message: str) -> None:
+        ray.get(self._mailbox.put.remote("say", message))
 
 
 def _is_lost_peer(error: BaseException) -> bool:

@@ -137,7 +137,7 @@ class CheckpointFolder:
             try:
                 return _open(path)
             except (OSError, ValueError, KeyError) as error:
-                damaged(f"{path} is damaged ({error}); going back to the checkpoint before it")
+                damaged(f"warning: {path} is damaged ({error}); going back to the one before it")
         return None
 
     def set_aside_after(self, step: int, told: Callable[[str], None]) -> None:
@@ -155,7 +155,7 @@ class CheckpointFolder:
                 aside = path.with_name(f"unrecorded-{path.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 path.rename(aside)
-                told(f"{path} is newer than the metrics, which end at step {step}; set aside")
+                told(f"{path.name} is newer than the metrics, which end at step {step}; set aside")
 
     def at(self, step: int) -> Checkpoint:
         """The checkpoint after ``step`` steps, checked.
