@@ -21,6 +21,7 @@ lint: $(INSTALLED)
 	$(BIN)/lint-imports --no-logo
 
 $(INSTALLED): pyproject.toml
+	@echo "installing into .venv: a few minutes the first time (torch is large)"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@

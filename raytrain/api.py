@@ -71,6 +71,7 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
         raise RaytrainError(f"--workers {workers}: the inline engine has one worker; leave it out")
     chosen = _recipe(recipe)
     shards = ShardSet.open(data, chosen.input)
+    shards.check_files()
     if model is None:
         check_model(chosen.model)
     job = Job(chosen, shards, _run_dir(run_dir), Parts(model, loss, optimizer))

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, describe_bug
+
+if TYPE_CHECKING:
+    from raytrain.session import Result
+
+_USAGE = 2  # typer's own status for a wrong option, which it explains
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +28,20 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe: --set phases.0.batch=64"),
 ]
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Train image classifiers to a target accuracy, on one laptop or a Ray cluster."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"raytrain {installed('raytrain')}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -88,12 +107,12 @@ def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
     verbose: Annotated[bool, typer.Option(help="Show the logs of Ray and of the workers.")] = False,
 ) -> None:
     """Train a recipe. Exit status 0: done as asked; 3: target missed; 1: anything else."""
-    from raytrain.api import fit
     from raytrain.recipe.load import load_recipe
     from raytrain.session import tell
 
-    result = fit(
-        load_recipe(recipe, overrides or ()),
+    chosen = load_recipe(recipe, overrides or ())
+    result = _fit(
+        chosen,
         data,
         workers=workers,
         run_dir=run_dir,
@@ -331,6 +350,19 @@ def check_cluster(
     raise typer.Exit(1 if any(found.values()) else 0)
 
 
+def _fit(*args: Any, **options: Any) -> Result:
+    """``fit``, with an error of the user's own code in one line."""
+    from raytrain.api import fit
+
+    try:
+        return fit(*args, **options)
+    except RaytrainError:
+        raise
+    except Exception as error:
+        notes = "".join(f"; all of it is in {note}" for note in getattr(error, "__notes__", []))
+        raise RaytrainError(f"{describe_bug(error)}{notes}") from error
+
+
 def main() -> None:
     """Run the command line; a user's mistake is one line and exit status 1."""
     sys.path.insert(0, str(Path.cwd()))  # so that module:function finds the user's own files
@@ -339,3 +371,5 @@ def main() -> None:
     except RaytrainError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except SystemExit as end:
+        sys.exit(1 if end.code == _USAGE else end.code)

@@ -9,6 +9,7 @@ import fcntl
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any, Self, TextIO
 
 import torch
 
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, describe_bug
 from raytrain.recipe.load import dump_recipe, load_recipe, recipe_differences
 from raytrain.run.checkpoint import Checkpoint
 from raytrain.run.format import goal
@@ -40,6 +41,7 @@ from raytrain.train import Clock, Job, target_of
 
 FINISHED: tuple[Status, ...] = ("target_reached", "target_missed", "completed")
 _MAY_CHANGE = ("input.cache", "input.damaged", "input.decoders")  # how images are read, not which
+_OWN = (".lock", ".ray_train", RECIPE, METRICS, "checkpoints", "tensorboard", "audit", "error.txt")
 MODEL_FILE = "model.safetensors"
 
 
@@ -138,8 +140,15 @@ class Session:
             raise RaytrainError(
                 f"{reason}; the same command goes on from the newest checkpoint"
             ) from error
-        except Exception as error:
+        except RaytrainError as error:
             self._fail("failed", str(error))
+            raise
+        except Exception as error:
+            self._fail("failed", describe_bug(error))
+            trace = self.job.run_dir / "error.txt"
+            with suppress(OSError):  # the error itself matters more
+                trace.write_text(traceback.format_exc())
+                error.add_note(str(trace))
             raise
         finally:
             self._lock.close()
@@ -333,6 +342,12 @@ def _name_of(job: Job) -> str:
 
 
 def _lock(run_dir: Path) -> TextIO:
+    there = run_dir.glob("*") if run_dir.is_dir() else iter(())
+    strangers = [path.name for path in there if path.name not in _OWN]
+    if strangers and not (run_dir / EVENTS).exists():
+        raise RaytrainError(
+            f"--run-dir {run_dir}: holds {strangers[0]} and is no run; choose a new or empty folder"
+        )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from raytrain.data.decoders import choose_decoder
 from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
 from raytrain.data.shards import ShardSet
+from raytrain.errors import RaytrainError
 from raytrain.learn.average import WeightAverage
 from raytrain.learn.blur import blur_before_strides
 from raytrain.learn.compiled import Compiled, allow_programs
@@ -204,6 +205,7 @@ class Learner:
         number_format: precision and loss scale.
         normalizer: pixels to input.
         mixup: mixes the images of a step, if the recipe asks for it.
+        num_classes: outputs that the model must have.
         images_per_pass: most images in one forward and backward pass.
         clip_norm: most that the norm of all gradients may be.
     """
@@ -217,6 +219,7 @@ class Learner:
     number_format: NumberFormat
     normalizer: Normalizer
     mixup: Mixup | None
+    num_classes: int
     images_per_pass: int | None
     clip_norm: float | None
 
@@ -246,6 +249,7 @@ def build_learner(job: Job, world: World) -> Learner:
         number_format=number_format,
         normalizer=examiner.normalizer,
         mixup=Mixup(job.plan, len(job.shards.classes)) if mixes else None,
+        num_classes=len(job.shards.classes),
         images_per_pass=recipe.memory.images_per_pass,
         clip_norm=recipe.optimizer.clip_norm,
     )
@@ -333,11 +337,20 @@ def forward_backward(
             with learner.number_format.autocast():
                 logits = learner.shared(learner.normalizer(pixels[part]))
             logits = logits.float()
+            _check_outputs(logits, learner.num_classes)
             loss = loss_sum(learner.loss, logits, labels[part])
             learner.number_format.scaler.scale(loss * (world.size / step.count)).backward()
         total_loss += loss.detach()
         correct += count_correct(logits.detach(), batch.labels[part], 1)
     return total_loss, correct
+
+
+def _check_outputs(logits: Tensor, num_classes: int) -> None:
+    if logits.ndim != 2 or logits.shape[1] != num_classes:
+        raise RaytrainError(
+            f"model: gives shape {tuple(logits.shape)} for {len(logits)} images and {num_classes} "
+            f"classes; it must give ({len(logits)}, {num_classes})"
+        )
 
 
 def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
@@ -351,6 +364,8 @@ def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
     if world.is_first:
         job.checkpoints.set_aside_after(outside.recorded_steps(), outside.say)
         newest = job.checkpoints.newest(outside.say)
+        if newest is None and outside.recorded_steps() > 0:
+            outside.say("warning: no whole checkpoint to go on from; starting again at step 0")
     start, attempt = agree([newest.step if newest else 0, time.time_ns()], world)
     return start, attempt
 

@@ -60,6 +60,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
     assert "step-00000020 is damaged" in warnings[0]
 
 
+def test_where_all_are_damaged_new_ones_are_still_kept(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    for step in (10, 20):
+        (folder.write(snapshot(step)).path / "training.pt").write_bytes(b"bad")
+    found, warnings = newest(folder)
+    assert found is None
+    assert len(warnings) == 2
+    assert folder.write(snapshot(5)).path.exists()
+    again, _ = newest(folder)
+    assert again is not None
+    assert again.step == 5
+    assert (tmp_path / "damaged-step-00000020").exists()
+
+
 def test_a_half_written_checkpoint_is_none(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     folder.write(snapshot(10))

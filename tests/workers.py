@@ -38,6 +38,17 @@ def plain_cnn(num_classes: int) -> nn.Module:
     )
 
 
+def eight_outputs(num_classes: int) -> nn.Module:
+    """A model with another number of outputs than there are classes."""
+    return plain_cnn(num_classes and 8)
+
+
+def with_a_bug(num_classes: int) -> nn.Module:
+    """A model whose making fails."""
+    widths: dict[str, int] = {}
+    return nn.Linear(num_classes, widths["outputs"])
+
+
 @dataclass
 class Told:
     """An Outside that only listens."""

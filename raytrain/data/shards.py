@@ -251,6 +251,22 @@ class ShardSet:
         )
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
+    def check_files(self) -> None:
+        """Raise RaytrainError where a local set lacks a file or one has another size.
+
+        A remote set isn't asked: that would cost a request a file.
+        """
+        if "://" in self.uri:
+            return
+        for split in self.manifest.splits.values():
+            for file in (f for shard in split.shards for f in shard.files.values()):
+                path = Path(self.uri, file.path)
+                if not path.is_file() or path.stat().st_size != file.bytes:
+                    raise RaytrainError(
+                        f"{path}: missing or of another size than the manifest says; copy the "
+                        "ShardSet again or prepare it anew (`raytrain data check` tells all)"
+                    )
+
     def num_images(self, split: str) -> int:
         """Return the number of images of `split`, ``train`` or ``val``."""
         return self._split(split).num_images

@@ -39,6 +39,8 @@ def loss_sum(loss: LossFunction, logits: Tensor, labels: Tensor) -> Tensor:
         RaytrainError: the function gave another shape.
     """
     value = loss(logits, labels)
+    if not isinstance(value, Tensor):
+        raise RaytrainError(f"loss: gave a {type(value).__name__}; it must give a torch.Tensor")
     if value.ndim == 0:
         return value * len(labels)
     if value.shape != labels.shape[:1]:

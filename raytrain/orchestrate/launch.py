@@ -24,7 +24,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from raytrain.data.reader import Batch, TrainingImages
-from raytrain.errors import RaytrainError
+from raytrain.errors import RaytrainError, describe_bug
 from raytrain.orchestrate.cluster import Placement, cluster_hardware, ensure_ray, place
 from raytrain.orchestrate.mailbox import Message, mailbox_beside_me
 from raytrain.orchestrate.preflight import preflight
@@ -215,8 +215,7 @@ def _tell_fault(mailbox: Any, world: World, error: Exception) -> None:
         ray.get(mailbox.lost_peer.remote())
     else:
         traceback.print_exc()
-        text = f"worker {world.rank}: {type(error).__name__}: {last_line(error)}"
-        ray.get(mailbox.fault.remote(text, final=False))
+        ray.get(mailbox.fault.remote(f"worker {world.rank}: {describe_bug(error)}", final=False))
 
 
 def _all_gave_up(mailbox: Any, world: World) -> bool:

@@ -127,17 +127,18 @@ class CheckpointFolder:
         self.path = path
         self._keep = keep
 
-    def newest(self, damaged: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whole checkpoint, or None.
+    def newest(self, told: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whole checkpoint, or None. Damaged newer ones are set aside.
 
         Args:
-            damaged: told in one line of each newer one that had to be passed over.
+            told: told in one line of each that was set aside.
         """
         for path in sorted(self.path.glob("step-*"), reverse=True):
             try:
                 return _open(path)
             except (OSError, ValueError, KeyError) as error:
-                damaged(f"warning: {path} is damaged ({error}); going back to the one before it")
+                aside = self._set_aside(path, "damaged")
+                told(f"warning: checkpoint {path.name} is damaged ({error}); set aside as {aside}")
         return None
 
     def set_aside_after(self, step: int, told: Callable[[str], None]) -> None:
@@ -152,10 +153,16 @@ class CheckpointFolder:
         """
         for path in sorted(self.path.glob("step-*")):
             if int(path.name.removeprefix("step-")) > step:
-                aside = path.with_name(f"unrecorded-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-                told(f"{path.name} is newer than the metrics, which end at step {step}; set aside")
+                aside = self._set_aside(path, "unrecorded")
+                told(
+                    f"{path.name} is newer than the metrics (to step {step}); set aside as {aside}"
+                )
+
+    def _set_aside(self, path: Path, why: str) -> str:
+        aside = path.with_name(f"{why}-{path.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+        return aside.name
 
     def at(self, step: int) -> Checkpoint:
         """The checkpoint after ``step`` steps, checked.
