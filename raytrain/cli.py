@@ -127,6 +127,52 @@ def show(
     print(f"curves: {picture}")
 
 
+@app.command()
+def plan(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    recipe: Recipe,
+    cluster: Annotated[Path, typer.Option(help="For `ray up`, or a RayCluster for KubeRay.")],
+    images: Annotated[
+        int, typer.Option(min=1, help="Number of training images; by default ImageNet's.")
+    ] = 1_281_167,
+    price_per_hour: Annotated[
+        float | None, typer.Option(min=0, help="USD of one node; by default a known list price.")
+    ] = None,
+    target_minutes: Annotated[
+        float | None, typer.Option(min=0, help="Find the cheapest number of nodes that makes it.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes to tell the phases of; by default the most.")
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="Type of the nodes, where the file doesn't tell.")
+    ] = None,
+    software: Annotated[
+        str, typer.Option(help="What trains: raytrain, or a public run's, such as moxing-2018.")
+    ] = "raytrain",
+    bench: Annotated[
+        Path | None, typer.Option(help="From `raytrain bench input --json` on such a machine.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Where to draw it.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Predict time and cost of a recipe on a cluster. Exit status 3: too slow for the target."""
+    from rich.console import Console
+
+    from raytrain.predict.quote import Request, quote
+    from raytrain.predict.show import draw, told
+    from raytrain.recipe.load import load_recipe
+
+    request = Request(
+        cluster, images, machine, software, bench, nodes, target_minutes, price_per_hour
+    )
+    made = quote(load_recipe(recipe, overrides or ()), request)
+    Console().print(told(made))
+    if png:
+        draw(made, png)
+        print(f"picture: {png}")
+    raise typer.Exit(0 if made.in_time else 3)
+
+
 data_app = typer.Typer(no_args_is_help=True, help="Look into a ShardSet, or compare two.")
 app.add_typer(data_app, name="data")
 

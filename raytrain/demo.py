@@ -76,6 +76,6 @@ your own folder of images, one folder a class:
   raytrain train small-images --data PHOTOS.set
 
 ImageNet (train/<wnid>/*.JPEG and val/<wnid>/*.JPEG), on a machine or cluster with GPUs:
-  raytrain prepare IMAGENET IMAGENET.set --sizes 160,256,352
+  raytrain prepare IMAGENET IMAGENET.set --sizes 256,352
   raytrain train imagenet-resnet50 --data IMAGENET.set
 """

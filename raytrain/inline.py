@@ -67,6 +67,9 @@ class _InThisProcess:
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         return read_with_threads(images, images.units(start), self.threads)
 
+    def recorded_steps(self) -> int:
+        return self._session.recorded_steps
+
     def begin(self, start: int, world_size: int) -> float:
         seconds = self._session.earlier_seconds
         self._session.begin(start, world_size, seconds)

@@ -9,7 +9,7 @@ import fcntl
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from raytrain.errors import RaytrainError
 from raytrain.recipe.load import dump_recipe, load_recipe, recipe_differences
 from raytrain.run.checkpoint import Checkpoint
 from raytrain.run.format import goal
-from raytrain.run.history import EVENTS, RECIPE, read_history
+from raytrain.run.history import EVENTS, METRICS, RECIPE, read_history, read_jsonl
 from raytrain.run.progress import Progress, closing
 from raytrain.run.record import RunRecord, git_commit, package_versions
 from raytrain.run.rows import (
@@ -33,6 +33,7 @@ from raytrain.run.rows import (
     StepRow,
     Summary,
     ValidationRow,
+    first_at_target,
     meets,
 )
 from raytrain.train import Clock, Job, target_of
@@ -97,16 +98,19 @@ class Session:
             git_commit=git_commit(Path.cwd()),
             price_per_hour=price_per_hour,
         )
-        self._record = RunRecord(job.run_dir)
         self._lock = _lock(job.run_dir)
+        self._record = RunRecord(job.run_dir)
+        self.recorded_steps = _recorded_steps(job.run_dir)
         self._progress = Progress(job.plan)
         self._interruption = Interruption(self._progress.say)
         self.earlier_seconds = self._record.last_seconds()
         self._clock: Clock | None = None
-        self._best = -1.0
         self._world_size = 0
         self._steps_done = 0
-        self.target_row = _reached_before(job, self._target)
+        job.checkpoints.set_aside_after(self.recorded_steps, self.warn)
+        before = _validations_before(job.run_dir)
+        self._best = max((row.counted("top1") for row in before), default=-1.0)
+        self.target_row = first_at_target(self._target, before)
 
     def run(self, engine: Callable[[], None]) -> Result:
         """Run the workers to their end, show the progress, and write the summary.
@@ -124,7 +128,7 @@ class Session:
             with self._progress, self._interruption:
                 if not self.reached_target:
                     engine()
-                if self._interruption.asked and not self._is_complete:
+                if self.is_interrupted:
                     raise KeyboardInterrupt
                 return self._finish()
         except KeyboardInterrupt as error:
@@ -134,7 +138,7 @@ class Session:
             raise RaytrainError(
                 f"{reason}; the same command goes on from the newest checkpoint"
             ) from error
-        except RaytrainError as error:
+        except Exception as error:
             self._fail("failed", str(error))
             raise
         finally:
@@ -150,8 +154,10 @@ class Session:
         return self.reached_target or self._interruption.asked
 
     @property
-    def _is_complete(self) -> bool:
-        return self.reached_target or self._steps_done == self.job.plan.num_steps
+    def is_interrupted(self) -> bool:
+        """Whether the user asked to stop before all was done."""
+        complete = self.reached_target or self._steps_done == self.job.plan.num_steps
+        return self._interruption.asked and not complete
 
     def begin(self, start: int, world_size: int, seconds: float) -> None:
         """The workers are about to make step ``start``: at first, or again after a fault.
@@ -198,13 +204,15 @@ class Session:
         checkpoint = self.job.checkpoints.at(row.step)
         self._record.validation(row)
         self._progress.validation(row)
-        if row.top1 > self._best:
-            self._best = row.top1
+        if row.counted("top1") > self._best:
+            self._best = row.counted("top1")
             checkpoint.export_model(self.job.run_dir / MODEL_FILE)
         checkpoint.validated()
         if self.target_row is None and meets(self._target, row):
             self.target_row = row
-            self.event("target", row.step, row.seconds, top1=row.top1, top5=row.top5)
+            self.event(
+                "target", row.step, row.seconds, top1=row.counted("top1"), top5=row.counted("top5")
+            )
 
     def event(self, kind: str, step: int, seconds: float, **detail: object) -> None:
         """Anything else that a reader of the run should know."""
@@ -308,11 +316,13 @@ def tell(result: Result) -> str:
     return f"this run was finished before; nothing to do\n{lines}" if result.was_finished else lines
 
 
-def _reached_before(job: Job, target: dict[str, float]) -> ValidationRow | None:
-    if not (job.run_dir / EVENTS).exists():
-        return None
-    rows = read_history(job.run_dir).validations
-    return next((row for row in rows if meets(target, row)), None)
+def _validations_before(run_dir: Path) -> Sequence[ValidationRow]:
+    return read_history(run_dir).validations if (run_dir / EVENTS).exists() else []
+
+
+def _recorded_steps(run_dir: Path) -> int:
+    rows = read_jsonl(run_dir / METRICS)
+    return int(rows[-1]["step"]) + 1 if rows else 0
 
 
 def _name_of(job: Job) -> str:
@@ -323,7 +333,13 @@ def _name_of(job: Job) -> str:
 
 
 def _lock(run_dir: Path) -> TextIO:
-    lock = (run_dir / ".lock").open("w")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise RaytrainError(
+            f"cannot write {run_dir}: {error.strerror}; choose another --run-dir"
+        ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

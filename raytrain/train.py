@@ -14,12 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
 from raytrain.data.shards import ShardSet
+from raytrain.learn.average import WeightAverage
+from raytrain.learn.blur import blur_before_strides
+from raytrain.learn.compiled import Compiled, allow_programs
 from raytrain.learn.loss import LossFunction, build_loss, count_correct, loss_sum
+from raytrain.learn.mixup import Mixup
 from raytrain.learn.models import build_model
 from raytrain.learn.optim import (
     OptimizerMaker,
@@ -45,7 +50,7 @@ from raytrain.run.checkpoint import (
     Snapshot,
     copy_to_cpu,
 )
-from raytrain.run.evaluate import Examiner, Score
+from raytrain.run.evaluate import Examiner, Score, Scores
 from raytrain.run.feed import DeviceBatch, Feed
 from raytrain.run.meter import Meter
 from raytrain.run.rows import StepRow, ValidationRow, meets
@@ -58,8 +63,8 @@ class Parts:
 
     Attributes:
         model: called with the number of classes, returns an nn.Module.
-        loss: called with logits (n, classes) and labels (n,); returns one number an image (n,) or
-            their mean.
+        loss: called with logits (n, classes) and labels (n,), or with mixup the share of each
+            class (n, classes); returns one number an image (n,) or their mean.
         optimizer: called with a list of parameter groups, returns a torch optimizer. Its lr,
             momentum (or beta_1) and weight decay are written by the plan at every step.
     """
@@ -106,6 +111,9 @@ class Outside(Protocol):
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         """This worker's batches from step ``start`` to the end, read ahead."""
 
+    def recorded_steps(self) -> int:
+        """How many steps' metrics rank 0 can count on in the record."""
+
     def begin(self, start: int, world_size: int) -> float:
         """Rank 0 is about to make step ``start``; gives the training clock in seconds."""
 
@@ -146,15 +154,15 @@ def train(job: Job, world: World, outside: Outside) -> None:
         learner = build_learner(job, world)
         if start > 0:
             restore(learner, job.checkpoints.at(start))
+        if recipe.compile:
+            compile_ahead(learner, plan, start, world)
         meter = Meter(plan, world, clock.seconds())
         asked_to_stop = stop = False
 
         for batch in feed:
             step = plan.step(batch.step)
             torch.manual_seed(_seed(recipe.seed, step.index, world.rank))
-            set_hyperparameters(learner.optimizer, step)
-            sums = forward_backward(learner, batch, step, world)
-            scale = learner.number_format.step(learner.optimizer)
+            sums, scale = make_step(learner, batch, step, world)
             meter.add(step, sums, batch.waited, clock.seconds(), scale)
             if audit:
                 audit.step(step.index, batch.rows)
@@ -166,7 +174,8 @@ def train(job: Job, world: World, outside: Outside) -> None:
                 if world.is_first:
                     asked_to_stop = outside.metrics(rows)
             if saves or stop:
-                average_buffers(learner.model, world)
+                for model in learner.models:
+                    average_buffers(model, world)
                 if world.is_first:
                     writer.write(take_snapshot(learner, job, step, clock.seconds()))
             if validates and not job.beside:
@@ -187,22 +196,33 @@ class Learner:
     Attributes:
         model: on the device; ``shared`` is the same model with its gradients exchanged.
         shared: what the forward pass calls.
+        average: of the model's weights, if the recipe asks for one.
         optimizer: over the model's parameters.
         loss: for training.
         examiner: for validation.
         number_format: precision and loss scale.
         normalizer: pixels to input.
+        mixup: mixes the images of a step, if the recipe asks for it.
         images_per_pass: most images in one forward and backward pass.
+        clip_norm: most that the norm of all gradients may be.
     """
 
     model: nn.Module
     shared: nn.Module
+    average: WeightAverage | None
     optimizer: torch.optim.Optimizer
     loss: LossFunction
     examiner: Examiner
     number_format: NumberFormat
     normalizer: Normalizer
+    mixup: Mixup | None
     images_per_pass: int | None
+    clip_norm: float | None
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """What is validated: the model and, where there is one, the average of its weights."""
+        return [self.model] if self.average is None else [self.model, self.average.model]
 
 
 def build_learner(job: Job, world: World) -> Learner:
@@ -212,26 +232,31 @@ def build_learner(job: Job, world: World) -> Learner:
     examiner = build_examiner(job, world.device)
     number_format = examiner.number_format
     model = number_format.place(build_job_model(job), world.device)
+    averages, mixes = recipe.ema.decay is not None, recipe.augment.mixup > 0
     groups = parameter_groups(model, recipe.optimizer)
     make_optimizer = job.parts.optimizer or (lambda g: build_optimizer(recipe.optimizer, g))
     return Learner(
         model=model,
-        shared=share_gradients(model, world),
+        shared=share_gradients(Compiled(model) if recipe.compile else model, world),
+        average=WeightAverage(model, recipe.ema) if averages else None,
         optimizer=make_optimizer(groups),
         loss=job.parts.loss or build_loss(recipe.loss),
         examiner=examiner,
         number_format=number_format,
         normalizer=examiner.normalizer,
+        mixup=Mixup(job.plan, len(job.shards.classes)) if mixes else None,
         images_per_pass=recipe.memory.images_per_pass,
+        clip_norm=recipe.optimizer.clip_norm,
     )
 
 
 def build_job_model(job: Job) -> nn.Module:
     """The job's model with fresh weights, on the CPU."""
-    num_classes = len(job.shards.classes)
-    if job.parts.model is not None:
-        return job.parts.model(num_classes)
-    return build_model(job.recipe.model, num_classes)
+    num_classes, spec = len(job.shards.classes), job.recipe.model
+    model = job.parts.model(num_classes) if job.parts.model else build_model(spec, num_classes)
+    if spec.blurpool:
+        blur_before_strides(model)
+    return model
 
 
 def build_examiner(job: Job, device: str) -> Examiner:
@@ -242,6 +267,42 @@ def build_examiner(job: Job, device: str) -> Examiner:
         recipe.normalize.mean, recipe.normalize.std, device, recipe.precision.channels_last
     )
     return Examiner(job.parts.loss or build_loss(Loss()), number_format, normalizer, device)
+
+
+def compile_ahead(learner: Learner, plan: Plan, start: int, world: World) -> None:
+    """Compile for every image size from step ``start`` on, so that no phase begins with a wait.
+
+    Each size gets one pass with black images, which leaves nothing behind.
+    """
+    coming = [span for span in plan.phases if span.first_step + span.num_steps > start]
+    steps = {span.phase.image_px: plan.step(span.first_step) for span in coming}
+    allow_programs(len(steps))
+    before = copy_to_cpu(learner.model.state_dict())  # a pass changes BatchNorm's statistics
+    for image_px, step in steps.items():
+        number = plan.share_of(step, world.rank, world.size)[1]
+        pixels = torch.zeros(number, image_px, image_px, 3, dtype=torch.uint8, device=world.device)
+        labels = torch.zeros(number, dtype=torch.int64, device=world.device)
+        batch = DeviceBatch(step.index, pixels, labels, np.zeros(number, np.int64), 0.0)
+        with without_exchange(learner.shared):
+            forward_backward(learner, batch, step, world)
+    learner.optimizer.zero_grad()
+    learner.model.load_state_dict(before)
+
+
+def make_step(
+    learner: Learner, batch: DeviceBatch, step: Step, world: World
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """One step of the optimizer, by the plan's hyperparameters.
+
+    Returns:
+        The sums of ``forward_backward``, and the loss scale that the step was made with.
+    """
+    set_hyperparameters(learner.optimizer, step)
+    sums = forward_backward(learner, batch, step, world)
+    scale = learner.number_format.step(learner.optimizer, learner.clip_norm)
+    if learner.average:
+        learner.average.update(learner.model, step.index + 1)
+    return sums, scale
 
 
 def forward_backward(
@@ -255,6 +316,9 @@ def forward_backward(
     Returns:
         (sum of the losses, right top-1 guesses) over this worker's images, on the device.
     """
+    pixels, labels = batch.pixels, batch.labels
+    if learner.mixup:
+        pixels, labels = learner.mixup(pixels, labels, step, world)
     number = len(batch.labels)
     passes = -(-number // (learner.images_per_pass or number))
     total_loss = torch.zeros((), device=batch.labels.device)
@@ -266,9 +330,9 @@ def forward_backward(
             if i < passes - 1:
                 context.enter_context(without_exchange(learner.shared))
             with learner.number_format.autocast():
-                logits = learner.shared(learner.normalizer(batch.pixels[part]))
+                logits = learner.shared(learner.normalizer(pixels[part]))
             logits = logits.float()
-            loss = loss_sum(learner.loss, logits, batch.labels[part])
+            loss = loss_sum(learner.loss, logits, labels[part])
             learner.number_format.scaler.scale(loss * (world.size / step.count)).backward()
         total_loss += loss.detach()
         correct += count_correct(logits.detach(), batch.labels[part], 1)
@@ -282,14 +346,19 @@ def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
         (steps done, a number for this attempt that is larger than that of any before); the same
         on every worker.
     """
-    newest = job.checkpoints.newest(outside.warn) if world.is_first else None
+    newest = None
+    if world.is_first:
+        job.checkpoints.set_aside_after(outside.recorded_steps(), outside.warn)
+        newest = job.checkpoints.newest(outside.warn)
     start, attempt = agree([newest.step if newest else 0, time.time_ns()], world)
     return start, attempt
 
 
 def restore(learner: Learner, checkpoint: Checkpoint) -> None:
-    """Load weights, optimizer and loss scale."""
+    """Load weights, their average, optimizer and loss scale."""
     learner.model.load_state_dict(checkpoint.load_model())
+    if learner.average:
+        learner.average.model.load_state_dict(checkpoint.load_average())
     state = checkpoint.load_training()
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.number_format.scaler.load_state_dict(state["scaler"])
@@ -309,28 +378,29 @@ def take_snapshot(learner: Learner, job: Job, step: Step, seconds: float) -> Sna
             "optimizer": _copy(learner.optimizer.state_dict()),
             "scaler": learner.number_format.scaler.state_dict(),
         },
+        ema=copy_to_cpu(learner.average.model.state_dict()) if learner.average else None,
     )
 
 
 def validate_in_line(
     learner: Learner, job: Job, step: Step, world: World, clock: Clock, threads: int
 ) -> ValidationRow:
-    """Score the model on all validation images, shared by the workers; the same row on each."""
+    """Score what is trained on all validation images, shared by the workers; each gets the row."""
     validation = job.recipe.validation
     offset, size = share(job.shards.num_images("val"), world.rank, world.size)
     image_px = validation.image_px or step.image_px
     images = validation_images(job, image_px, range(offset, offset + size))
     with clock.paused(validation.clock == "outside"):
-        mine = score_rows(learner.examiner, learner.model, images, threads)
-        sums = torch.tensor(mine.as_list(), dtype=torch.float64, device=world.device)
-        score = Score(*sum_over_workers(sums, world).tolist())
-    return validation_row(score, step.index + 1, _epochs_done(job.plan, step), clock.seconds())
+        mine = [score_rows(learner.examiner, model, images, threads) for model in learner.models]
+        sums = torch.tensor([s.as_list() for s in mine], dtype=torch.float64, device=world.device)
+        scores = Scores(*(Score(*row) for row in sum_over_workers(sums, world).tolist()))
+    return validation_row(scores, step.index + 1, _epochs_done(job.plan, step), clock.seconds())
 
 
 def score_checkpoint(
     job: Job, checkpoint: Checkpoint, model: nn.Module, device: str, threads: int
-) -> Score:
-    """Score the weights of a checkpoint on all validation images.
+) -> Scores:
+    """Score the weights of a checkpoint, and their average, on all validation images.
 
     Args:
         job: the run.
@@ -339,10 +409,17 @@ def score_checkpoint(
         device: torch device name.
         threads: CPU threads to decode with.
     """
-    model.load_state_dict(checkpoint.load_model())
     rows = range(job.shards.num_images("val"))
     images = validation_images(job, checkpoint.image_px, rows)
-    return score_rows(build_examiner(job, device), model, images, threads)
+    examiner = build_examiner(job, device)
+    states = [checkpoint.load_model()]
+    if checkpoint.has_average:
+        states.append(checkpoint.load_average())
+    scores: list[Score] = []
+    for state in states:
+        model.load_state_dict(state)
+        scores.append(score_rows(examiner, model, images, threads))
+    return Scores(*scores)
 
 
 def validation_images(job: Job, image_px: int, rows: range) -> ValidationImages:
@@ -358,8 +435,9 @@ def score_rows(
     return examiner.score(model, read_with_threads(images, images.units(), threads))
 
 
-def validation_row(score: Score, step: int, epoch: float, seconds: float) -> ValidationRow:
-    """A score of all validation images as a row of validations.jsonl."""
+def validation_row(scores: Scores, step: int, epoch: float, seconds: float) -> ValidationRow:
+    """Scores of all validation images as a row of validations.jsonl."""
+    score, ema = scores.raw, scores.ema
     return ValidationRow(
         step=step,
         epoch=epoch,
@@ -368,6 +446,8 @@ def validation_row(score: Score, step: int, epoch: float, seconds: float) -> Val
         top5=score.top5 / score.images,
         loss=score.loss / score.images,
         num_images=round(score.images),
+        ema_top1=ema.top1 / ema.images if ema else None,
+        ema_top5=ema.top5 / ema.images if ema else None,
     )
 
 

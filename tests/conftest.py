@@ -42,7 +42,7 @@ def drawn_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def drawn_set(
-    ray_local: None,  # noqa: ARG001 (prepare uses it)
+    ray_local: None,
     drawn_images: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:

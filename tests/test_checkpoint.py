@@ -86,6 +86,21 @@ def test_old_ones_go_but_those_still_to_be_validated(tmp_path: Path) -> None:
     assert folder.due() == []
 
 
+def test_checkpoints_that_the_record_does_not_know_are_set_aside(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=3)
+    for step in (10, 20, 30):
+        folder.write(snapshot(step, validate=True))
+    told: list[str] = []
+    folder.set_aside_after(20, told.append)
+    found, warnings = newest(folder)
+    assert found is not None
+    assert (found.step, warnings) == (20, [])
+    assert [c.step for c in folder.due()] == [10, 20]
+    assert len(told) == 1
+    assert "step-00000030 is newer than the metrics" in told[0]
+    assert (tmp_path / "unrecorded-step-00000030" / "model.safetensors").exists()
+
+
 def test_the_writer_raises_what_the_thread_met(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     told: list[Checkpoint] = []

@@ -254,18 +254,21 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("most", "name"), [(1700, "metrics.jsonl"), (4000, "checkpoints")])
+@pytest.mark.parametrize(
+    ("model", "name"), [("tests.workers:plain_cnn", "metrics.jsonl"), ("small_cnn", "checkpoints")]
+)
 def test_a_full_disk_is_one_line(
-    recipe: Path, drawn_set: Path, tmp_path: Path, most: int, name: str
+    recipe: Path, drawn_set: Path, tmp_path: Path, model: str, name: str
 ) -> None:
-    """No file may grow above a limit, which fails like a disk without room."""
+    """No file may grow above 16 kB, which fails like a disk without room."""
     run_dir = tmp_path / "run"
+    changes = ("--set", f"model.name={model}", "--set", "phases.0.epochs=40")
     done = subprocess.run(
-        [*INLINE, str(recipe), "--data", str(drawn_set), "--run-dir", str(run_dir)],
+        [*INLINE, str(recipe), "--data", str(drawn_set), "--run-dir", str(run_dir), *changes],
         capture_output=True,
         text=True,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000)),
     )
     line = Said(done.returncode, done.stdout, done.stderr).one_line()
     assert str(run_dir / name) in line

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 import raytrain
@@ -133,3 +137,31 @@ def test_a_users_own_parts_and_a_bug_in_one(drawn_set: Path, tmp_path: Path) -> 
             run_dir=tmp_path / "run",
         )
     assert "\n" not in str(told.value)
+
+
+def test_everything_killed_and_resumed_with_other_workers(drawn_set: Path, tmp_path: Path) -> None:
+    """SIGKILL of the driver and so of its Ray; the same command with 3 workers goes on."""
+    run_dir, recipe = tmp_path / "run", tmp_path / "recipe.yaml"
+    changed = RECIPE | {"model": {"name": "small_cnn"}, "checkpoint": {"every_steps": 2}}
+    changed["phases"] = [{"epochs": 30, "image_px": 24, "batch": 64}]
+    recipe.write_text(yaml.safe_dump(changed))
+    command = [sys.executable, "-m", "raytrain", "train", str(recipe), "--data", str(drawn_set)]
+    command += ["--run-dir", str(run_dir), "--workers"]
+    first = subprocess.Popen([*command, "2"], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(read_jsonl(run_dir / "metrics.jsonl")) < 10:
+        assert first.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    subprocess.run([*command, "3"], check=True, stdout=subprocess.DEVNULL, timeout=200)
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(30 * 6))
+    assert {row["world_size"] for row in rows} == {2, 3}
+    used = used_rows(run_dir)
+    for epoch in range(30):
+        of_epoch = [r for row in rows if row["epoch"] == epoch for r in used[row["step"]]]
+        assert sorted(of_epoch) == list(range(331))
+    steps = [row["step"] for row in read_jsonl(run_dir / "validations.jsonl")]
+    assert steps == [6 * (epoch + 1) for epoch in range(30)]

@@ -17,6 +17,7 @@ from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.data.shards import ShardSet
 from raytrain.recipe.types import Recipe
 from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.history import read_jsonl
 from raytrain.run.record import RunRecord
 from raytrain.run.rows import StepRow, ValidationRow
 from raytrain.train import Job, Parts, train
@@ -42,6 +43,7 @@ class Told:
     """An Outside that only listens."""
 
     stop_after: int | None = None
+    recorded: int = 0
     threads: int = 1
     rows: list[StepRow] = field(default_factory=list)
     validations: list[ValidationRow] = field(default_factory=list)
@@ -50,6 +52,9 @@ class Told:
 
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         return read_with_threads(images, images.units(start), 1)
+
+    def recorded_steps(self) -> int:
+        return self.recorded
 
     def begin(self, start: int, world_size: int) -> float:
         self.started_at.append(start)
@@ -69,8 +74,16 @@ class Told:
         self.warnings.append(message)
 
 
+PLAIN = Parts(model=plain_cnn)
+
+
 def train_with(
-    workers: int, recipe: Recipe, shards: Path, run_dir: Path, stop_after: int | None = None
+    workers: int,
+    recipe: Recipe,
+    shards: Path,
+    run_dir: Path,
+    stop_after: int | None = None,
+    parts: Parts = PLAIN,
 ) -> None:
     """Run the loop on processes of this machine that share gradients with Gloo.
 
@@ -78,32 +91,26 @@ def train_with(
     """
     store = run_dir.parent / f"{run_dir.name}-store-{os.urandom(4).hex()}"
     store.parent.mkdir(parents=True, exist_ok=True)
-    args = (workers, recipe, shards, run_dir, stop_after, store)
-    spawn(_worker, args=args, nprocs=workers)
+    job = Job(recipe, ShardSet.open(shards), run_dir, parts)
+    if workers == 1:
+        _worker(0, 1, job, stop_after, store)  # in this process: nothing to wait for
+    else:
+        spawn(_worker, args=(workers, job, stop_after, store), nprocs=workers)
 
 
-def _worker(
-    rank: int,
-    workers: int,
-    recipe: Recipe,
-    shards: Path,
-    run_dir: Path,
-    stop_after: int | None,
-    store: Path,
-) -> None:
+def _worker(rank: int, workers: int, job: Job, stop_after: int | None, store: Path) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if workers > 1:
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=workers)
-    told = Told(stop_after)
-    job = Job(recipe, ShardSet.open(shards), run_dir, Parts(model=plain_cnn))
+    told = Told(stop_after, recorded=len(read_jsonl(job.run_dir / "metrics.jsonl")))
     try:
         train(job, World(rank=rank, size=workers), told)
     except Exception:
         traceback.print_exc()
         raise
     if rank == 0:
-        record = RunRecord(run_dir)
+        record = RunRecord(job.run_dir)
         record.metrics(told.rows)
         for row in told.validations:
             record.validation(row)

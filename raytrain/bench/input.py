@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -135,8 +136,7 @@ def bench_input(where: str, options: BenchOptions) -> InputReport:
     Raises:
         RaytrainError: there are no images.
     """
-    torch.set_num_threads(1)
-    with TemporaryDirectory(prefix="raytrain-bench-") as scratch:
+    with TemporaryDirectory(prefix="raytrain-bench-") as scratch, _one_torch_thread():
         shards = _open(where, options, Path(scratch))
         stored = {size: StoredImages.read(shards, size, options.images) for size in shards.sizes}
         cases = _cases(shards, stored, Path(scratch, "files"))
@@ -152,19 +152,30 @@ def bench_input(where: str, options: BenchOptions) -> InputReport:
     )
 
 
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """More would spend CPU time waiting for each other over a batch of small images."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _open(where: str, options: BenchOptions, scratch: Path) -> ShardSet:
     folder = Path(where)
     if "://" in where or (folder / MANIFEST).exists() or not folder.is_dir():
         return ShardSet.open(where)
     files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
-    if not files:
+    if len(files) < 2:
         raise RaytrainError(f"{folder}: no ShardSet and no images; give one or the other")
     links = scratch / "links"
     for i, file in enumerate(files[:: -(-len(files) // options.images)]):
         _link(file, links / "train" / f"class{i % 2}" / f"{i:06d}{file.suffix}")
     for label in range(2):  # prepare wants a validation split; nothing here reads it
         _link(files[0], links / "val" / f"class{label}" / f"0{files[0].suffix}")
-    return prepare(links, scratch / "set", PrepareOptions(sizes=options.sizes))
+    return prepare(links, scratch / "set", PrepareOptions(sizes=options.sizes, max_bad=1.0))
 
 
 def _link(file: Path, link: Path) -> None:

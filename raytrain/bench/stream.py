@@ -16,7 +16,7 @@ from threading import Barrier
 from rich.table import Table
 
 from raytrain.bench.measure import Spread
-from raytrain.data.reader import TrainingImages
+from raytrain.data.reader import Batch, TrainingImages
 from raytrain.data.shards import ShardSet
 from raytrain.orchestrate.cluster import ensure_ray
 from raytrain.orchestrate.stream import open_stream
@@ -24,7 +24,7 @@ from raytrain.recipe.load import recipe_from_dict
 from raytrain.recipe.plan import Plan
 from raytrain.run.feed import DeviceBatch, Feed
 
-_TURN_SECONDS = 4.0  # long enough that a stream's start doesn't matter
+TURN_SECONDS = 4.0  # long enough that a stream's start doesn't matter
 _TOP_SPEED = 20_000  # images a second that no core reaches: bounds how long a plan must be
 _TRAINER_SHARE = 0.8  # of the stream's speed, taken by the trainer whose gaps are measured
 _AHEAD = 4  # batches held ahead, as input.ahead_batches is by default
@@ -66,16 +66,16 @@ class StreamSpeed:
         return table
 
 
-def measure_stream(shards: ShardSet, repeats: int) -> StreamSpeed:
-    """Measure in turns: bare processes, the stream, and a trainer's gaps."""
+def measure_stream(shards: ShardSet, repeats: int, seconds: float = TURN_SECONDS) -> StreamSpeed:
+    """Measure in turns of some seconds: bare processes, the stream, and a trainer's gaps."""
     cores = os.cpu_count() or 1
     ensure_ray()
-    images = _images(shards, [(128, 128)], _TURN_SECONDS * _TOP_SPEED * cores)
+    images = _images(shards, [(128, 128)], 3 * seconds * _TOP_SPEED * cores)
     turns = []
     for _ in range(repeats):
-        bare = _bare_speed(images, cores)
-        speed, first = _stream_speed(images, cores)
-        turns.append((bare, speed, first, _longest_gap(shards, speed, cores)))
+        bare = _bare_speed(images, cores, seconds)
+        speed, first = _stream_speed(images, cores, seconds)
+        turns.append((bare, speed, first, _longest_gap(shards, speed, cores, seconds)))
     bares, speeds, firsts, gaps = zip(*turns, strict=True)
     return StreamSpeed(
         bare=Spread.of(bares),
@@ -100,52 +100,57 @@ def _images(shards: ShardSet, phases: list[tuple[int, int]], images: float) -> T
     return TrainingImages(shards, Plan(recipe_from_dict(recipe), number))
 
 
-def _bare_speed(images: TrainingImages, processes: int) -> float:
+def _bare_speed(images: TrainingImages, processes: int, seconds: float) -> float:
     spawn = multiprocessing.get_context("spawn")
-    units = images.units(0)
+    units = list(images.units(0))
     with spawn.Manager() as manager, ProcessPoolExecutor(processes, spawn) as pool:
         ready = manager.Barrier(processes)
         parts = [
-            pool.submit(_read_bare, images, units[i::processes], ready) for i in range(processes)
+            pool.submit(_read_bare, images, units[i::processes], ready, seconds)
+            for i in range(processes)
         ]
         return sum(part.result() for part in parts)
 
 
-def _read_bare(images: TrainingImages, units: list[range], ready: Barrier) -> float:
+def _read_bare(images: TrainingImages, units: list[range], ready: Barrier, seconds: float) -> float:
     """One process's images a second, from when all of them are ready."""
     waiting = iter(units)
     for _ in images.read(next(waiting)):
         pass
     ready.wait()
+    return _take((batch for unit in waiting for batch in images.read(unit)), seconds)
+
+
+def _stream_speed(images: TrainingImages, decoders: int, seconds: float) -> tuple[float, float]:
+    """(images a second once the stream has run for as long, seconds to the first batch)."""
+    opened = time.perf_counter()
+    with _trainer_iterator(images, decoders) as batches:
+        next(batches)
+        first = time.perf_counter() - opened
+        _take(batches, seconds)
+        return _take(batches, seconds), first
+
+
+def _take(batches: Iterator[Batch | DeviceBatch], seconds: float) -> float:
+    """Images a second of an iterator, over some seconds."""
     began, number, spent = time.perf_counter(), 0, 0.0
-    while spent < _TURN_SECONDS:
-        number += sum(len(batch.labels) for batch in images.read(next(waiting)))
+    while spent < seconds:
+        number += len(next(batches).labels)
         spent = time.perf_counter() - began
     return number / spent
 
 
-def _stream_speed(images: TrainingImages, decoders: int) -> tuple[float, float]:
-    """(images a second after the first batch, seconds to the first batch)."""
-    opened = time.perf_counter()
-    with _trainer_iterator(images, decoders) as batches:
-        next(batches)
-        began, number, spent = time.perf_counter(), 0, 0.0
-        while spent < _TURN_SECONDS:
-            number += len(next(batches).labels)
-            spent = time.perf_counter() - began
-    return number / spent, began - opened
-
-
-def _longest_gap(shards: ShardSet, speed: float, decoders: int) -> float:
-    """Over the median one, for a trainer that computes by sleeping."""
+def _longest_gap(shards: ShardSet, speed: float, decoders: int, seconds: float) -> float:
+    """Over the median one, for a trainer that computes by sleeping; once the stream is full."""
     pace = _TRAINER_SHARE * speed
-    images = _images(shards, [(96, 96), (128, 64)], pace * _TURN_SECONDS / 2)
+    images = _images(shards, [(96, 96), (128, 64)], pace * seconds / 2)
     times = []
     with _trainer_iterator(images, decoders) as batches:
         for batch in batches:
             times.append(time.perf_counter())
             time.sleep(len(batch.labels) / pace)
-    gaps = [after - before for before, after in pairwise(times)]
+    full = times[0] + seconds / 4
+    gaps = [after - before for before, after in pairwise(times) if before > full]
     return max(gaps) / median(gaps)
 
 

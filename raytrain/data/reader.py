@@ -25,7 +25,7 @@ from raytrain.data.decode_cpu import CpuDecoder
 from raytrain.data.order import BlockLayout, Order, Rows
 from raytrain.data.shards import Block, ShardSet, Size
 from raytrain.errors import RaytrainError
-from raytrain.recipe.plan import Plan, Step, share
+from raytrain.recipe.plan import Plan, Step
 
 _UNIT_BYTES = 16 << 20  # most pixels decoded by one task, for memory's sake
 _UNIT_IMAGES = 512  # most images decoded by one task: enough to hide what starting it costs
@@ -79,24 +79,31 @@ class TrainingImages:
     def rows(self, step: Step) -> Rows:
         """The rows of this worker's share of a step; int64, shape (share,)."""
         rows = self._order.step_rows(step.epoch, step.first, step.count)
-        offset, size = share(step.count, self.rank, self.world_size)
+        offset, size = self.plan.share_of(step, self.rank, self.world_size)
         return rows[offset : offset + size]
 
-    def units(self, start: int) -> list[range]:
-        """The steps from ``start`` to the end, cut into runs that one task decodes in one go."""
-        units, first, images, size = [], start, 0, 0
+    def units(
+        self, start: int, most_images: int = _UNIT_IMAGES, most_bytes: int = _UNIT_BYTES
+    ) -> Iterator[range]:
+        """The steps from ``start`` to the end, cut into runs that one task decodes in one go.
+
+        Args:
+            start: first step.
+            most_images: this worker's images in a run, unless one step alone has more.
+            most_bytes: likewise their pixels.
+        """
+        first, images, size = start, 0, 0
         for s in range(start, self.plan.num_steps):
             step = self.plan.step(s)
-            more = share(step.count, self.rank, self.world_size)[1]
+            more = self.plan.share_of(step, self.rank, self.world_size)[1]
             more_bytes = more * step.image_px**2 * 3
-            full = images + more > _UNIT_IMAGES or size + more_bytes > _UNIT_BYTES
+            full = images + more > most_images or size + more_bytes > most_bytes
             if s > first and full:
-                units.append(range(first, s))
+                yield range(first, s)
                 first, images, size = s, 0, 0
             images, size = images + more, size + more_bytes
         if first < self.plan.num_steps:
-            units.append(range(first, self.plan.num_steps))
-        return units
+            yield range(first, self.plan.num_steps)
 
     def read(self, steps: Iterable[int]) -> Iterator[Batch]:
         """The batches of the given steps, in their order.
@@ -162,7 +169,7 @@ class ValidationImages:
 
 
 def read_with_threads(
-    images: TrainingImages | ValidationImages, units: list[range], threads: int | None = None
+    images: TrainingImages | ValidationImages, units: Iterable[range], threads: int | None = None
 ) -> Iterator[Batch]:
     """Read units with threads of this process; batches come in order.
 
@@ -223,7 +230,8 @@ class _StoredSplit:
         )
 
     def _open(self, size: Size, block: Block) -> _OpenBlock:
-        key = (self._shards.fingerprint, self._split, size, block.index)
+        shards = self._shards
+        key = (shards.uri, shards.fingerprint, self._split, size, block.index)
         return _cache.get(key, lambda: _open(self._shards.read_block(self._split, size, block)))
 
 
@@ -248,7 +256,7 @@ class _OpenBlock:
     nbytes: int
 
 
-_Key = tuple[str, str, Size, int]  # fingerprint, split, size, block
+_Key = tuple[str, str, str, Size, int]  # address, fingerprint, split, size, block
 
 
 class _BlockCache:

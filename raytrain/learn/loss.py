@@ -14,7 +14,10 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def build_loss(spec: Loss) -> LossFunction:
-    """Cross-entropy of each image, with label smoothing (Szegedy et al. 2015, section 7)."""
+    """Cross-entropy of each image, with label smoothing (Szegedy et al. 2015, section 7).
+
+    Labels are classes (n,), or the share of each class in each image (n, classes).
+    """
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return functional.cross_entropy(
@@ -30,7 +33,7 @@ def loss_sum(loss: LossFunction, logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         loss: takes logits (n, classes) and labels (n,); gives shape (n,) or a scalar mean.
         logits: shape (n, classes).
-        labels: int64, shape (n,).
+        labels: int64, shape (n,), or with mixup float32, shape (n, classes).
 
     Raises:
         RaytrainError: the function gave another shape.
@@ -38,7 +41,7 @@ def loss_sum(loss: LossFunction, logits: Tensor, labels: Tensor) -> Tensor:
     value = loss(logits, labels)
     if value.ndim == 0:
         return value * len(labels)
-    if value.shape != labels.shape:
+    if value.shape != labels.shape[:1]:
         raise RaytrainError(
             f"loss: gave shape {tuple(value.shape)} for {len(labels)} images; "
             "it must give their mean or one number an image"

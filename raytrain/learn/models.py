@@ -108,26 +108,30 @@ def small_cnn(num_classes: int, width: int = 32) -> nn.Module:
     return nn.Sequential(*layers, *head)
 
 
-def small_resnet(num_classes: int, width: int = 32) -> nn.Module:
+def small_resnet(num_classes: int, width: int = 32, zero_init_residual: bool = False) -> nn.Module:
     """A residual net for images of 24 to 96 px: three stages at 1/2, 1/4 and 1/8 of their side.
 
     Each stage is a strided convolution and one basic block (He et al. 2015, section 4.2).
-    Takes (n, 3, s, s); gives (n, num_classes). 0.49 million parameters at width 32.
+    Takes (n, 3, s, s); gives (n, num_classes). 0.49 million parameters at width 32. With
+    ``zero_init_residual`` each block starts as the identity (Goyal et al. 2017, section 5.1).
     """
     stages: list[nn.Module] = []
     channels = 3
     for out in (width, 2 * width, 4 * width):
-        stages += [_conv_norm(channels, out, stride=2), nn.ReLU(inplace=True), _Residual(out)]
+        strided = _conv_norm(channels, out, stride=2)
+        stages += [strided, nn.ReLU(inplace=True), _Residual(out, zero_init_residual)]
         channels = out
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)]
     return nn.Sequential(*stages, *head)
 
 
 class _Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, zero_init: bool) -> None:
         super().__init__()
         self.first = _conv_norm(channels, channels)
         self.second = _conv_norm(channels, channels)
+        if zero_init:
+            nn.init.zeros_(self.second.get_parameter("1.weight"))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(x + self.second(torch.relu(self.first(x))))

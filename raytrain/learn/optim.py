@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from raytrain.learn.layerwise import Lamb, Lars
 from raytrain.recipe.plan import Step
 from raytrain.recipe.types import Optimizer as OptimizerSpec
 
@@ -19,13 +20,21 @@ OptimizerMaker = Callable[[list[ParamGroup]], Optimizer]
 def build_optimizer(spec: OptimizerSpec, groups: list[ParamGroup]) -> Optimizer:
     """The optimizer that a recipe names. Its lr, momentum and weight decay come from the plan.
 
-    ``sgd`` and ``nag`` keep torch's convention of the momentum buffer, ``v <- m v + g`` and
-    ``w <- w - lr v`` (for nag, ``w <- w - lr (g + m v)``; Sutskever et al. 2013): the learning
+    ``sgd``, ``nag`` and ``lars`` keep torch's convention of the momentum buffer, ``v <- m v + g``
+    and ``w <- w - lr v`` (for nag, ``w <- w - lr (g + m v)``; Sutskever et al. 2013): the learning
     rate is outside the buffer, so a change of lr acts at once on all of it, and a change of
-    momentum acts on the next sum without rescaling what was gathered.
+    momentum acts on the next sum without rescaling what was gathered. g includes the weight decay.
+    ``adamw`` (Loshchilov and Hutter 2017, https://arxiv.org/abs/1711.05101) is torch's, which
+    corrects its bias with the beta1 of the step at hand.
     """
-    if spec.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0)
+    match spec.name:
+        case "lars":
+            return Lars(groups, spec.eta, spec.trust_ratio, spec.nesterov)
+        case "lamb":
+            return Lamb(groups, spec.beta2, spec.eps or 1e-6, spec.trust_ratio)
+        case "adamw":
+            betas = (0.9, spec.beta2)
+            return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=spec.eps or 1e-8)
     nesterov = spec.name == "nag"
     # torch refuses Nesterov with momentum 0; the plan sets the value before every step
     return torch.optim.SGD(groups, lr=0.0, momentum=0.9, nesterov=nesterov)

@@ -1,4 +1,4 @@
-"""Number formats: autocast for the forward pass, and fp16's loss scale."""
+"""Number formats: autocast for the forward pass, fp16's loss scale, tf32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class NumberFormat:
     """How a worker computes: the recipe's dtype under autocast, weights kept in fp32.
 
     Mixed precision after Micikevicius et al. 2017. fp16 has an adaptive loss scale (torch's
-    GradScaler), whose state is part of the checkpoint; the other formats have scale 1.
+    GradScaler), whose state is part of the checkpoint; the other formats have scale 1. tf32 is
+    set for the whole process.
 
     Args:
         spec: the recipe's section.
@@ -28,18 +29,36 @@ class NumberFormat:
         self._device_type = torch.device(device).type
         self._dtype = _DTYPES[spec.dtype]
         self.channels_last = spec.channels_last
-        self.scaler = torch.amp.GradScaler(self._device_type, enabled=spec.dtype == "fp16")
+        self.scaler = torch.amp.GradScaler(
+            self._device_type, init_scale=spec.loss_scale, enabled=spec.dtype == "fp16"
+        )
+        self._one = torch.ones((), device=device)
+        if self._device_type == "cuda":
+            allow_tf32(spec.tf32)
 
     def autocast(self) -> AbstractContextManager[object]:
         lower = self._dtype is not torch.float32
         return torch.autocast(self._device_type, dtype=self._dtype, enabled=lower)
 
-    def step(self, optimizer: Optimizer) -> float:
-        """Make the optimizer's step and clear the gradients; gives the loss scale it was made with.
+    def step(self, optimizer: Optimizer, clip_norm: float | None = None) -> Tensor:
+        """Make the optimizer's step and clear the gradients.
 
         With fp16, a step whose gradients overflowed is left out, and the scale goes down.
+
+        Args:
+            optimizer: whose gradients are those of the whole step, so the mean over all workers.
+            clip_norm: most that the norm of all gradients may be; larger ones are scaled down
+                (Pascanu et al. 2012).
+
+        Returns:
+            The loss scale that the step was made with, a scalar on the device: to look at the
+            number would wait for the device.
         """
-        scale = self.scaler.get_scale()
+        scale = self.scaler.scale(self._one)
+        if clip_norm is not None:
+            self.scaler.unscale_(optimizer)
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(params, clip_norm)
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad()
@@ -49,6 +68,12 @@ class NumberFormat:
         """The model on the device, in the memory format of the recipe."""
         layout = torch.channels_last if self.channels_last else torch.preserve_format
         return model.to(device=device, memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Let GPUs round the inputs of fp32 matrix products and convolutions to 10 bits, or not."""
+    torch.backends.cudnn.allow_tf32 = allowed
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
 
 
 class Normalizer:

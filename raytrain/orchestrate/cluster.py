@@ -68,15 +68,21 @@ class Placement:
 
     Attributes:
         workers: (fewest, most) training workers.
+        nodes: machines of the cluster.
         use_gpu: whether each worker has a GPU.
         validator_gpu: whether a GPU is left for validating beside the training.
         beside: whether validation can run beside the training at all.
     """
 
     workers: tuple[int, int]
+    nodes: int
     use_gpu: bool
     validator_gpu: bool
     beside: bool
+
+    @property
+    def workers_a_node(self) -> int:
+        return -(-self.workers[1] // self.nodes)
 
     @property
     def elastic(self) -> bool:
@@ -108,9 +114,8 @@ def place(workers: tuple[int, int] | None, device: str, wants_beside: bool) -> P
             f"one for each worker; ask for at most {room}"
         )
     spare_gpu = use_gpu and gpus > most
-    return Placement(
-        (fewest, most), use_gpu, spare_gpu, wants_beside and (spare_gpu or not use_gpu)
-    )
+    beside = wants_beside and (spare_gpu or not use_gpu)
+    return Placement((fewest, most), len(nodes), use_gpu, spare_gpu, beside)
 
 
 def cluster_hardware(placement: Placement) -> Hardware:

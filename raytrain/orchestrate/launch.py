@@ -37,6 +37,7 @@ from raytrain.train import Job, train
 from raytrain.world import World
 
 _POLL_SECONDS = 0.2
+_STOP_SECONDS = 30  # for workers to come to their next log when the driver met a fault
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def run_on_ray(job: Job, request: Request) -> Result:
     """
     most = request.workers[1] if request.workers else 1
     check_workers(job, most)
+    where = os.environ.get("RAY_ADDRESS", "a Ray of its own on this machine")
+    print(f"run {job.run_dir}: starting on {where}", flush=True)
     ensure_ray(request.verbose, most)
     placement = place(request.workers, request.device, job.recipe.validation.where == "beside")
     check_workers(job, placement.workers[1])
@@ -95,10 +98,8 @@ class _Driver:
     def __init__(self, session: Session, placement: Placement) -> None:
         self._session = session
         self._placement = placement
-        self._mailbox = mailbox_beside_me(session.earlier_seconds)
-        self._validations = (
-            Validations(session, placement.validator_gpu) if placement.beside else None
-        )
+        self._mailbox = mailbox_beside_me(session.earlier_seconds, session.recorded_steps)
+        self._validations = Validations(session, placement) if placement.beside else None
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -113,8 +114,12 @@ class _Driver:
                 trainer.join(_POLL_SECONDS)
                 self._listen()
             self._listen()
-            if self._validations is not None:
+            if self._validations is not None and not self._session.is_interrupted:
                 self._validations.take_ready(wait=True)
+        except RaytrainError:
+            self._mailbox.stop.remote()
+            trainer.join(_STOP_SECONDS)
+            raise
         finally:
             with contextlib.suppress(Exception):  # Ray may be gone; the run's own end matters
                 if self._validations is not None:
@@ -232,6 +237,10 @@ class _OnRay:
 
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         return open_stream(images, start, self.threads)
+
+    def recorded_steps(self) -> int:
+        steps: int = ray.get(self._mailbox.recorded_steps.remote())
+        return steps
 
     def begin(self, start: int, world_size: int) -> float:
         seconds: float = ray.get(self._mailbox.begin.remote(start, world_size))

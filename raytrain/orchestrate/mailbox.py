@@ -31,9 +31,11 @@ class Mailbox:
 
     Args:
         earlier_seconds: training clock where this command's part of the run begins.
+        recorded_steps: steps in the record of the run.
     """
 
-    def __init__(self, earlier_seconds: float) -> None:
+    def __init__(self, earlier_seconds: float, recorded_steps: int) -> None:
+        self._recorded_steps = recorded_steps
         self._messages: list[Message] = []
         self._clock_zero: float | None = None
         self._earlier_seconds = earlier_seconds
@@ -57,8 +59,14 @@ class Mailbox:
     def put(self, kind: str, *args: Any) -> bool:
         """Leave a message; gives whether the run should stop."""
         self._messages.append(Message(kind, args))
-        self._made_steps |= kind == "metrics"
+        if kind == "metrics":
+            self._made_steps = True
+            self._recorded_steps = args[0][-1].step + 1
         return self._stop
+
+    def recorded_steps(self) -> int:
+        """Steps that are in the record, or will be when the driver has taken all messages."""
+        return self._recorded_steps
 
     def take(self) -> list[Message]:
         """All messages since the last call, in order."""
@@ -100,9 +108,9 @@ class Mailbox:
         self._messages.append(Message("fault", (message,)))
 
 
-def mailbox_beside_me(earlier_seconds: float) -> Any:
+def mailbox_beside_me(earlier_seconds: float, recorded_steps: int) -> Any:
     """A Mailbox on this machine, so that its clock is the driver's."""
     here = ray.get_runtime_context().get_node_id()
     node = NodeAffinitySchedulingStrategy(here, soft=False)
     make: Callable[..., Any] = Mailbox.options(scheduling_strategy=node).remote  # type: ignore[attr-defined]
-    return make(earlier_seconds)
+    return make(earlier_seconds, recorded_steps)

@@ -1,14 +1,19 @@
 """One worker's part of the run as one ordered stream through Ray Data.
 
-Each worker opens a stream of its own, at any step, without a word to the others. Its read tasks,
-one a run of steps, read, decode and crop in processes of their own; the next epochs, image sizes
-and batch sizes are read ahead like any next steps. Ray Data keeps the order and holds back tasks
-when finished batches pile up.
+Each worker opens a stream of its own, at any step, without a word to the others. One task lists
+what is to be read, in units of some steps each; others, as many at a time as the worker may have,
+read, decode and crop a unit each in processes of their own. The next epochs, image sizes and batch
+sizes are simply the next units. Ray Data runs the tasks, moves their pixels and keeps their order.
+
+A gate keeps the list a few units ahead of the worker. So the stream's start and its memory depend
+on nothing but the number of decoders: at most ``2 * decoders + 1`` units of 64 MiB of pixels
+(or one step, where that is more) are being decoded or wait to be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,22 +25,15 @@ from numpy.typing import NDArray
 from ray.data import DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 
-_BLOCK_BYTES = 256 << 10  # a task hands over batches as they are done, small ones together
-
-_BLOCK_BYTES = 256 << 10  # a task hands over batches as they are done, small ones together
-
-_SCHEMA = pa.schema(
-    [
-        pa.field("step", pa.int64()),
-        pa.field("image_px", pa.int64()),
-        pa.field("pixels", pa.large_binary()),
-        pa.field("labels", pa.large_binary()),
-        pa.field("rows", pa.large_binary()),
-    ]
-)
+# Starting a task and handing over an object each cost milliseconds of CPU time, whatever their
+# size. These sizes make that a few per cent of the decoding.
+_UNIT_IMAGES = 2048
+_UNIT_BYTES = 64 << 20
+_OBJECT_BYTES = 32 << 20
 
 
 def open_stream(images: TrainingImages, start: int, decoders: int) -> Iterator[Batch]:
@@ -44,73 +42,129 @@ def open_stream(images: TrainingImages, start: int, decoders: int) -> Iterator[B
     Args:
         images: what the worker reads.
         start: first step.
-        decoders: read tasks at a time. They take no CPU slot, so they never wait for one.
+        decoders: decoding tasks at a time. They take no CPU slot, so they never wait for one.
 
     Yields:
         A batch for each step. Its arrays may be views of shared memory: read, don't write.
     """
-    units = images.units(start)
-    if not units:
-        return
     if images.decoder.in_worker:
-        yield from read_with_threads(images, units, decoders)
+        yield from read_with_threads(images, images.units(start), decoders)
+        return
+    if start >= images.plan.num_steps:
         return
     _configure(DataContext.get_current())
-    dataset = ray.data.read_datasource(
-        _Steps(ray.put(images), units),
+    reference = ray.put(images)
+    ahead = 2 * decoders + 1
+    gate = _gate_beside_me(ahead)
+    listed = ray.data.read_datasource(
+        _OneTask(partial(_list_units, reference, start, ahead, gate)),
+        num_cpus=0,
+        override_num_blocks=1,
+    )
+    decoded = listed.map_batches(
+        partial(_decode_unit, reference),
+        batch_size=None,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
         num_cpus=0,
         concurrency=decoders,
-        override_num_blocks=len(units),
     )
-    for table in dataset.iter_batches(
+    used = -1
+    for table in decoded.iter_batches(
         batch_size=None, batch_format="pyarrow", prefetch_batches=decoders
     ):
+        unit = table["unit"][0].as_py()
+        if unit > used:
+            used = unit
+            gate.open.remote(used + ahead)
         yield from _to_batches(table)
 
 
-class _Steps(Datasource):
-    """Runs of steps as read tasks.
+def _configure(context: DataContext) -> None:
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.target_max_block_size = 1  # every row is an object of its own
+    context.print_on_execution_start = False
+
+
+class _OneTask(Datasource):
+    """A single read task.
 
     Args:
-        images: reference to the TrainingImages, fetched once by each process that reads.
-        units: runs of steps.
+        read: gives its tables.
     """
 
-    def __init__(self, images: ray.ObjectRef[TrainingImages], units: list[range]) -> None:
+    def __init__(self, read: Callable[[], Iterable[pa.Table]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._images = images
-        self._units = units
+        self._read = read
 
     def estimate_inmemory_data_size(self) -> int | None:
         return None
 
     def get_read_tasks(
         self,
-        parallelism: int,  # noqa: ARG002 (units are cut by the plan)
+        parallelism: int,  # noqa: ARG002 (it is one task)
         per_task_row_limit: int | None = None,
         data_context: DataContext | None = None,  # noqa: ARG002
     ) -> list[ReadTask]:
-        return [
-            ReadTask(
-                partial(_read, self._images, unit),
-                BlockMetadata(num_rows=len(unit), size_bytes=None, exec_stats=None),
-                schema=_SCHEMA,
-                per_task_row_limit=per_task_row_limit,
-            )
-            for unit in self._units
-        ]
+        metadata = BlockMetadata(num_rows=None, size_bytes=None, exec_stats=None)
+        return [ReadTask(self._read, metadata, per_task_row_limit=per_task_row_limit)]
 
 
-def _configure(context: DataContext) -> None:
-    context.execution_options.preserve_order = True
-    context.enable_progress_bars = False
-    context.target_max_block_size = _BLOCK_BYTES
-    context.print_on_execution_start = False
+@ray.remote(num_cpus=0)
+class _Gate:
+    """Holds back whoever waits for a number until the gate is open up to it.
+
+    Args:
+        opened: numbers below this one may pass from the start.
+    """
+
+    def __init__(self, opened: int) -> None:
+        self._opened = opened
+        self._changed = asyncio.Event()
+
+    async def wait(self, number: int) -> int:
+        """Returns once ``number`` may pass: all below the result may."""
+        while number >= self._opened:
+            self._changed.clear()
+            await self._changed.wait()
+        return self._opened
+
+    async def open(self, below: int) -> None:
+        """Let all numbers below this one pass."""
+        self._opened = max(self._opened, below)
+        self._changed.set()
 
 
-def _read(images: ray.ObjectRef[TrainingImages], unit: range) -> Iterable[pa.Table]:
-    for batch in _fetched(images).read(unit):
-        yield _to_table(batch)
+def _gate_beside_me(opened: int) -> Any:
+    here = ray.get_runtime_context().get_node_id()
+    node = NodeAffinitySchedulingStrategy(here, soft=False)
+    make: Callable[..., Any] = _Gate.options(scheduling_strategy=node).remote  # type: ignore[attr-defined]
+    return make(opened)
+
+
+def _list_units(
+    images: ray.ObjectRef[TrainingImages], start: int, opened: int, gate: Any
+) -> Iterator[pa.Table]:
+    """The units from a step on, as one table each; the same again where Ray repeats the task."""
+    units = _fetched(images).units(start, _UNIT_IMAGES, _UNIT_BYTES)
+    for number, unit in enumerate(units):
+        if number >= opened:
+            opened = ray.get(gate.wait.remote(number))
+        yield pa.table({"unit": [number], "first": [unit.start], "end": [unit.stop]})
+
+
+def _decode_unit(images: ray.ObjectRef[TrainingImages], listed: pa.Table) -> Iterator[pa.Table]:
+    """A unit's batches, as many in each table as make an object large enough."""
+    unit, first, end = (listed[name][0].as_py() for name in ("unit", "first", "end"))
+    group: list[Batch] = []
+    for batch in _fetched(images).read(range(first, end)):
+        group.append(batch)
+        if sum(b.pixels.nbytes for b in group) >= _OBJECT_BYTES:
+            yield _to_table(unit, group)
+            group = []
+    if group:
+        yield _to_table(unit, group)
 
 
 @lru_cache(maxsize=4)
@@ -119,14 +173,25 @@ def _fetched(images: ray.ObjectRef[TrainingImages]) -> TrainingImages:
     return fetched
 
 
-def _to_table(batch: Batch) -> pa.Table:
-    """A batch as one row, its arrays as bytes: nothing to unify between image sizes."""
-    arrays = [
-        pa.array([batch.step]),
-        pa.array([batch.pixels.shape[1]]),
-        *(_as_binary(a) for a in (batch.pixels, batch.labels, batch.rows)),
-    ]
-    return pa.Table.from_arrays(arrays, schema=_SCHEMA)
+def _to_table(unit: int, batches: Sequence[Batch]) -> pa.Table:
+    """Batches as one row, their arrays joined as bytes: nothing to unify between image sizes."""
+    shapes = np.array([(b.step, len(b.labels), b.pixels.shape[1]) for b in batches])
+    pixels, labels, rows = (
+        _join([getattr(b, name) for b in batches]) for name in ("pixels", "labels", "rows")
+    )
+    return pa.table(
+        {
+            "unit": [unit],
+            "shapes": _as_binary(shapes),
+            "pixels": _as_binary(pixels),
+            "labels": _as_binary(labels),
+            "rows": _as_binary(rows),
+        }
+    )
+
+
+def _join(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate([a.reshape(-1) for a in arrays])
 
 
 def _as_binary(array: NDArray[Any]) -> pa.LargeBinaryArray:
@@ -136,12 +201,14 @@ def _as_binary(array: NDArray[Any]) -> pa.LargeBinaryArray:
 
 
 def _to_batches(table: pa.Table) -> Iterator[Batch]:
-    for i in range(table.num_rows):
-        px = table["image_px"][i].as_py()
-        pixels = np.frombuffer(table["pixels"][i].as_buffer(), dtype=np.uint8)
-        yield Batch(
-            step=table["step"][i].as_py(),
-            pixels=pixels.reshape(-1, px, px, 3),
-            labels=np.frombuffer(table["labels"][i].as_buffer(), dtype=np.int64),
-            rows=np.frombuffer(table["rows"][i].as_buffer(), dtype=np.int64),
-        )
+    shapes, labels, rows = (
+        np.frombuffer(table[name][0].as_buffer(), dtype=np.int64)
+        for name in ("shapes", "labels", "rows")
+    )
+    pixels = np.frombuffer(table["pixels"][0].as_buffer(), dtype=np.uint8)
+    image, byte = 0, 0
+    for step, number, px in shapes.reshape(-1, 3).tolist():
+        part, byte_end = slice(image, image + number), byte + number * px * px * 3
+        crops = pixels[byte:byte_end].reshape(number, px, px, 3)
+        yield Batch(step, crops, labels[part], rows[part])
+        image, byte = image + number, byte_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import ray
 
 from raytrain.errors import RaytrainError
+from raytrain.orchestrate.cluster import Placement
 from raytrain.run.checkpoint import Checkpoint
-from raytrain.run.evaluate import Score
+from raytrain.run.evaluate import Scores
 from raytrain.run.rows import ValidationRow
 from raytrain.session import Session
 from raytrain.train import Job, build_job_model, score_checkpoint, validation_row
@@ -34,8 +36,8 @@ class Validator:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = build_job_model(job).to(self._device)
 
-    def score(self, checkpoint: Checkpoint) -> Score:
-        """The score of a checkpoint on all validation images."""
+    def score(self, checkpoint: Checkpoint) -> Scores:
+        """The scores of a checkpoint on all validation images."""
         return score_checkpoint(self._job, checkpoint, self._model, self._device, self._threads)
 
 
@@ -53,14 +55,16 @@ class Validations:
 
     Args:
         session: told of each result, in order.
-        use_gpu: whether the validating process gets a GPU.
+        placement: whether the validating process gets a GPU, and how many workers share the cores
+            of its machine with it.
     """
 
-    def __init__(self, session: Session, use_gpu: bool) -> None:
+    def __init__(self, session: Session, placement: Placement) -> None:
         self._session = session
         self._pending: deque[_Pending] = deque()
-        options = {"num_gpus": 1 if use_gpu else 0}
-        self._validator = Validator.options(**options).remote(session.job, 1)  # type: ignore[attr-defined]
+        options = {"num_gpus": 1 if placement.validator_gpu else 0}
+        threads = max(1, (os.cpu_count() or 1) // (placement.workers_a_node + 1))
+        self._validator = Validator.options(**options).remote(session.job, threads)  # type: ignore[attr-defined]
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Validate a checkpoint after those added before."""

@@ -19,8 +19,8 @@ from pydantic import (
 
 from raytrain.errors import RaytrainError
 
-Shape = Literal["constant", "linear", "cosine", "exponential"]
-SHAPES: tuple[Shape, ...] = ("constant", "linear", "cosine", "exponential")
+Shape = Literal["constant", "linear", "cosine", "linear_cosine", "exponential"]
+SHAPES: tuple[Shape, ...] = ("constant", "linear", "cosine", "linear_cosine", "exponential")
 Pair = Annotated[tuple[float, float], Field(strict=False)]  # strict=False: YAML has lists
 
 
@@ -50,7 +50,7 @@ def _until(value: object) -> float | str:
 
 
 class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=False):
-    """One piece of a curve: where it ends and exactly one of the four shapes.
+    """One piece of a curve: where it ends and exactly one of the shapes.
 
     With t the share of the piece already done, 0 at its begin and 1 at its end, and [a, b] the
     values there:
@@ -58,10 +58,12 @@ class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=F
     - constant c: c
     - linear [a, b]: a + (b - a) t
     - cosine [a, b]: b + (a - b) (1 + cos(pi t)) / 2
+    - linear_cosine [a, b]: b + (a - b) (1 - t) (1 + cos(pi t)) / 2
+      (Bello et al. 2017, https://arxiv.org/abs/1709.07417, section 4.3)
     - exponential [a, b]: a (b / a)^t, with a and b > 0
     """
 
-    until: Annotated[float | str, PlainValidator(_until)]
+    until: Annotated[int | float | str, PlainValidator(_until)]
     """Where the piece ends: epochs from the start of the run, 'NN%' of the run, or 'end'."""
     constant: float | None = None
     """The value all along the piece."""
@@ -69,6 +71,9 @@ class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=F
     """Values at the begin and the end of a straight line."""
     cosine: Pair | None = None
     """Values at the begin and the end of half a cosine wave, flat at both."""
+    linear_cosine: Pair | None = None
+    """Values at the begin and the end of a line times half a cosine wave: falls off faster than
+    either, and ends flat."""
     exponential: Pair | None = None
     """Values at the begin and the end, both > 0; equal ratios in equal times."""
 
@@ -77,8 +82,7 @@ class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=F
         given = [shape for shape in SHAPES if getattr(self, shape) is not None]
         if len(given) != 1:
             raise ValueError(
-                "needs exactly one of constant, linear, cosine, exponential; "
-                f"has {' and '.join(given) or 'none'}"
+                f"needs exactly one of {', '.join(SHAPES)}; has {' and '.join(given) or 'none'}"
             )
         if self.exponential is not None and min(self.exponential) <= 0:
             raise ValueError(
@@ -92,7 +96,7 @@ class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=F
 
     @property
     def shape(self) -> Shape:
-        """Which of the four shapes the piece has."""
+        """Which of the shapes the piece has."""
         return next(shape for shape in SHAPES if getattr(self, shape) is not None)
 
     @property
@@ -100,8 +104,7 @@ class Piece(BaseModel, frozen=True, strict=True, extra="forbid", allow_inf_nan=F
         """The values at the begin and at the end of the piece."""
         if self.constant is not None:
             return self.constant, self.constant
-        pair = self.linear or self.cosine or self.exponential
-        assert pair is not None  # by _has_one_shape
+        pair: tuple[float, float] = getattr(self, self.shape)
         return pair
 
     def end(self, num_epochs: int) -> float:
@@ -133,6 +136,9 @@ class Span:
         match self.shape:
             case "cosine":
                 return self.last + (self.first - self.last) * (1 + math.cos(math.pi * t)) / 2
+            case "linear_cosine":
+                fall = (1 - t) * (1 + math.cos(math.pi * t)) / 2
+                return self.last + (self.first - self.last) * fall
             case "exponential":
                 return self.first * math.pow(self.last / self.first, t)
             case _:

@@ -110,8 +110,9 @@ class Plan:
 
     @property
     def min_count(self) -> int:
-        """Fewest images in any step: no more workers than that can share each step."""
-        return min(self.num_images // span.steps_per_epoch for span in self.phases)
+        """Fewest images in any step, or pairs with mixup: the most workers that can share it."""
+        fewest = min(self.num_images // span.steps_per_epoch for span in self.phases)
+        return -(-fewest // self.recipe.augment.images_together)
 
     @cached_property
     def curves(self) -> dict[str, ResolvedCurve]:
@@ -129,6 +130,8 @@ class Plan:
         first = self.num_images * i // span.steps_per_epoch
         end = self.num_images * (i + 1) // span.steps_per_epoch
         progress = epoch + first / self.num_images
+        base = self.recipe.schedule.lr_for_batch
+        lr_scale = span.phase.batch / base if base else 1.0
         return Step(
             index=s,
             epoch=epoch,
@@ -138,11 +141,21 @@ class Plan:
             epoch_progress=progress,
             image_px=span.phase.image_px,
             crop_area=span.phase.crop_area,
-            lr=self.curves["lr"].at(progress),
+            lr=self.curves["lr"].at(progress) * lr_scale,
             momentum=self.curves["momentum"].at(progress),
             weight_decay=self.curves["weight_decay"].at(progress),
             ends_epoch=i == span.steps_per_epoch - 1,
         )
+
+    def share_of(self, step: Step, rank: int, world: int) -> tuple[int, int]:
+        """Return (offset, size) of the images of a step that worker `rank` of `world` takes.
+
+        As `share`, but images that are mixed with each other stay together.
+        """
+        together = self.recipe.augment.images_together
+        offset, size = share(-(-step.count // together), rank, world)
+        first, end = offset * together, min((offset + size) * together, step.count)
+        return first, end - first
 
     def validates_after(self, s: int) -> bool:
         """Tell whether the model is validated after step `s`.

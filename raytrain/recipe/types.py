@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PlainValidator,
     PositiveFloat,
@@ -26,7 +27,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from raytrain.recipe.curve import Curve, CurveError
 
-OptimizerName = Literal["sgd", "nag", "adamw"]
+OptimizerName = Literal["sgd", "nag", "lars", "adamw", "lamb"]
 DType = Literal["fp32", "bf16", "fp16"]
 ValidationPlace = Literal["beside", "inline"]
 ValidationClock = Literal["counted", "outside"]
@@ -61,6 +62,9 @@ ShareRange = Annotated[tuple[Share, Share], Field(strict=False), AfterValidator(
 Ratio = Annotated[
     tuple[PositiveFloat, PositiveFloat], Field(strict=False), AfterValidator(_check_rising)
 ]
+Bounds = Annotated[
+    tuple[NonNegativeFloat, PositiveFloat], Field(strict=False), AfterValidator(_check_rising)
+]
 Triple = Annotated[tuple[float, float, float], Field(strict=False)]
 PositiveTriple = Annotated[tuple[PositiveFloat, PositiveFloat, PositiveFloat], Field(strict=False)]
 
@@ -77,7 +81,10 @@ class Model(Section):
     name: Annotated[str, Field(min_length=1)]
     """A torchvision name, `timm:NAME`, or `module:function` that returns an nn.Module."""
     args: dict[str, Scalar] = {}
-    """Keyword arguments for the function that builds the model."""
+    """Keyword arguments for the function that builds the model, such as `zero_init_residual: true`
+    for torchvision's ResNets and `small_resnet` (timm's have it on)."""
+    blurpool: bool = False
+    """Whether images are blurred before each strided convolution of at least 16 channels."""
 
 
 class Phase(Section):
@@ -98,19 +105,53 @@ class Schedule(Section):
 
     lr: Curve
     """Learning rate, >= 0."""
+    lr_for_batch: PositiveInt | None = None
+    """Batch that `lr` is meant for: a phase's learning rate is lr * its batch / this. null: `lr`
+    as it stands in every phase."""
     momentum: Curve = Curve.constant(0.9)
-    """Momentum, in [0, 1); with adamw its beta1."""
+    """Momentum, in [0, 1); with adamw and lamb their beta1."""
     weight_decay: Curve = Curve.constant(0.0)
     """Weight decay, >= 0."""
+
+
+_SETTINGS_OF: dict[str, tuple[OptimizerName, ...]] = {
+    "nesterov": ("lars",),
+    "eta": ("lars",),
+    "trust_ratio": ("lars", "lamb"),
+    "beta2": ("adamw", "lamb"),
+    "eps": ("adamw", "lamb"),
+}
 
 
 class Optimizer(Section):
     """How gradients change the parameters."""
 
     name: OptimizerName = "nag"
-    """`sgd`: with momentum; `nag`: with Nesterov's momentum; `adamw`."""
+    """`sgd`: with momentum; `nag`: with Nesterov's momentum; `lars`: for large batches; `adamw`;
+    `lamb`: adamw for large batches."""
     decay_norm_and_bias: bool = True
     """Whether weight decay also acts on normalization layers and biases."""
+    clip_norm: PositiveFloat | None = None
+    """Most that the norm of all gradients together may be: larger ones are scaled down. null: no
+    limit."""
+    nesterov: bool = False
+    """lars: whether its momentum is Nesterov's."""
+    eta: PositiveFloat = 0.001
+    """lars: the trust ratio where weights and gradients have equal norms."""
+    trust_ratio: Bounds | None = None
+    """lars, lamb: least and most that a layer's trust ratio may be. null: no limits."""
+    beta2: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """adamw, lamb: share of the mean squared gradient that each step keeps."""
+    eps: PositiveFloat | None = None
+    """adamw, lamb: what is added to the root of the mean squared gradient; null: 1e-8 and 1e-6."""
+
+    @model_validator(mode="after")
+    def _has_only_its_own_settings(self) -> Self:
+        for key, names in _SETTINGS_OF.items():
+            default = type(self).model_fields[key].default
+            if self.name not in names and getattr(self, key) != default:
+                raise ValueError(f"{key} is a setting of {' and '.join(names)}, not of {self.name}")
+        return self
 
 
 class Loss(Section):
@@ -127,6 +168,14 @@ class Augment(Section):
     """Whether each image is mirrored left to right with probability 1/2."""
     aspect: Ratio = (3 / 4, 4 / 3)
     """Least and most width / height of a random crop, drawn evenly in the logarithm."""
+    mixup: NonNegativeFloat = 0.0
+    """Images of a step are mixed in pairs, and their labels too, with shares drawn from
+    Beta(mixup, mixup). 0: not mixed."""
+
+    @property
+    def images_together(self) -> int:
+        """Neighbours in a step's order that one worker must have together."""
+        return 2 if self.mixup else 1
 
 
 class Normalize(Section):
@@ -142,9 +191,30 @@ class Precision(Section):
     """In which numbers and memory order the network computes."""
 
     dtype: DType = "fp32"
-    """Type of the activations; `fp16` comes with loss scaling."""
+    """Type of the activations; `fp16` comes with adaptive loss scaling."""
+    loss_scale: PositiveFloat = 65536.0
+    """fp16: factor on the loss in the first step; it adapts from there."""
+    tf32: bool = False
+    """Whether GPUs may round the inputs of fp32 products to 10 bits, which is faster."""
     channels_last: bool = False
     """Whether tensors of images are stored with the channels last."""
+
+    @model_validator(mode="after")
+    def _has_only_its_own_settings(self) -> Self:
+        default = type(self).model_fields["loss_scale"].default
+        if self.dtype != "fp16" and self.loss_scale != default:
+            raise ValueError(f"loss_scale is a setting of dtype fp16, not of {self.dtype}")
+        return self
+
+
+class Ema(Section):
+    """An exponential moving average of the weights, validated beside them. Where it is on, its
+    accuracy is what the target asks for, and it is what `model.safetensors` holds."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of the average that each update keeps; less in the first updates. null: no average."""
+    every_steps: PositiveInt = 1
+    """Steps between two updates."""
 
 
 class Memory(Section):
@@ -254,6 +324,11 @@ class Recipe(Section):
     """How pixels become the network's input."""
     precision: Precision = Precision()
     """In which numbers the network computes."""
+    compile: bool = False
+    """Whether torch.compile makes a faster program of the network for each image size, before the
+    first step; that takes about a minute a size, and the training clock runs."""
+    ema: Ema = Ema()
+    """An average of the weights."""
     memory: Memory = Memory()
     """How much a worker computes at once."""
     validation: Validation = Validation()

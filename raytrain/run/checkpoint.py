@@ -2,6 +2,7 @@
 
     checkpoints/step-00000120/
         model.safetensors    weights and buffers
+        ema.safetensors      the same of the averaged weights, where there is an average
         training.pt          optimizer and loss scale (read with weights_only=True)
         checkpoint.json      steps done, epoch, clock, and a SHA-256 of each file
         validation-due       only while the validation of these weights is still to come
@@ -28,8 +29,9 @@ from torch import Tensor
 
 from raytrain.errors import RaytrainError
 
-_MODEL, _TRAINING, _META, _DUE = (
+_MODEL, _EMA, _TRAINING, _META, _DUE = (
     "model.safetensors",
+    "ema.safetensors",
     "training.pt",
     "checkpoint.json",
     "validation-due",
@@ -47,6 +49,7 @@ class Snapshot:
         image_px: side of validation images, in pixels.
         validate: whether these weights are to be validated.
         model: the model's state dict.
+        ema: the averaged model's, or None without an average.
         training: state dicts of the optimizer and of the loss scaler.
     """
 
@@ -57,6 +60,7 @@ class Snapshot:
     validate: bool
     model: dict[str, Tensor]
     training: dict[str, Any]
+    ema: dict[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,14 @@ class Checkpoint:
         """The model's state dict, on the CPU."""
         return load_file(self.path / _MODEL)
 
+    @property
+    def has_average(self) -> bool:
+        return (self.path / _EMA).exists()
+
+    def load_average(self) -> dict[str, Tensor]:
+        """The averaged model's state dict, on the CPU; only where there is an average."""
+        return load_file(self.path / _EMA)
+
     def load_training(self) -> dict[str, Any]:
         """The state dicts of the optimizer and of the loss scaler, on the CPU."""
         state: dict[str, Any] = torch.load(
@@ -89,9 +101,9 @@ class Checkpoint:
         (self.path / _DUE).unlink(missing_ok=True)
 
     def export_model(self, path: Path) -> None:
-        """Copy the weights to ``path``, whole or not at all."""
+        """Copy the weights that count, averaged if there are such, to ``path``: whole or not."""
         temporary = path.with_name(path.name + ".tmp")
-        shutil.copyfile(self.path / _MODEL, temporary)
+        shutil.copyfile(self.path / (_EMA if self.has_average else _MODEL), temporary)
         temporary.replace(path)
 
 
@@ -128,6 +140,23 @@ class CheckpointFolder:
                 damaged(f"{path} is damaged ({error}); going back to the checkpoint before it")
         return None
 
+    def set_aside_after(self, step: int, told: Callable[[str], None]) -> None:
+        """Set aside checkpoints of later steps than the run's record knows of.
+
+        When everything is killed at once, a checkpoint may be whole while the metrics of its last
+        steps were not written yet. Those steps are made again, so that the record has no gap.
+
+        Args:
+            step: steps in the record.
+            told: told in one line of each.
+        """
+        for path in sorted(self.path.glob("step-*")):
+            if int(path.name.removeprefix("step-")) > step:
+                aside = path.with_name(f"unrecorded-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+                told(f"{path} is newer than the metrics, which end at step {step}; set aside")
+
     def at(self, step: int) -> Checkpoint:
         """The checkpoint after ``step`` steps, checked.
 
@@ -159,6 +188,8 @@ class CheckpointFolder:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             save_file(snapshot.model, temporary / _MODEL)
+            if snapshot.ema is not None:
+                save_file(snapshot.ema, temporary / _EMA)
             torch.save(snapshot.training, temporary / _TRAINING)
             self._write_meta(temporary, snapshot)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
@@ -175,12 +206,13 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def _write_meta(self, folder: Path, snapshot: Snapshot) -> None:
+        names = [name for name in (_MODEL, _EMA, _TRAINING) if (folder / name).exists()]
         meta = {
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "seconds": snapshot.seconds,
             "image_px": snapshot.image_px,
-            "sha256": {name: _sha256(folder / name) for name in (_MODEL, _TRAINING)},
+            "sha256": {name: _sha256(folder / name) for name in names},
         }
         (folder / _META).write_text(json.dumps(meta, indent=1))
         if snapshot.validate:

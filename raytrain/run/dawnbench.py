@@ -106,8 +106,8 @@ def entry_table(history: History) -> str:
     target = _summary(history).target
     lines = ["\t".join(COLUMNS)]
     for row in history.validations:
-        hours = row.seconds / 3600
-        lines.append(f"{row.epoch:g}\t{hours:.9f}\t{100 * row.top1:.9g}\t{100 * row.top5:.9g}")
+        hours, top1, top5 = row.seconds / 3600, 100 * row.counted("top1"), 100 * row.counted("top5")
+        lines.append(f"{row.epoch:g}\t{hours:.9f}\t{top1:.9g}\t{top5:.9g}")
         if meets(target, row):
             break
     return "\n".join(lines) + "\n"

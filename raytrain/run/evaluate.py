@@ -35,6 +35,14 @@ class Score:
         return [self.images, self.top1, self.top5, self.loss]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The score of the weights, and of their moving average where there is one."""
+
+    raw: Score
+    ema: Score | None = None
+
+
 @dataclass(frozen=True)
 class Examiner:
     """All that scoring needs beside the weights and the images.

@@ -80,12 +80,12 @@ def draw_convergence(runs: Sequence[History], path: Path) -> None:
 
 def _draw_accuracy(axes: Axes, run: History, clock: Clock, color: str, *, alone: bool) -> None:
     rows = run.validations
-    times, top1 = clock.of(rows), [100 * row.top1 for row in rows]
+    times, top1 = clock.of(rows), [100 * row.counted("top1") for row in rows]
     label = "validation top-1" if alone else _label(run)
     marker = "o" if len(rows) <= 60 else ""
     axes.plot(times, top1, color=color, lw=2, marker=marker, ms=4, zorder=3, label=label)
     if _shows_top5(run):
-        top5 = [100 * row.top5 for row in rows]
+        top5 = [100 * row.counted("top5") for row in rows]
         label5 = "validation top-5" if alone else None
         axes.plot(times, top5, **VALIDATION_TOP5, color=color, label=label5)
     if run.steps:
@@ -133,7 +133,7 @@ def _draw_targets(axes: Axes, runs: Sequence[History], clock: Clock) -> None:
         if row is None:
             continue
         time = row.seconds / clock.seconds
-        heights = [100 * getattr(row, key) for key in target]
+        heights = [100 * row.counted(key) for key in target]
         axes.plot([time] * len(heights), heights, "*", color=color, ms=13, mec="white", zorder=4)
         axes.vlines(time, 0, max(heights), color=color, lw=0.9, ls=":", zorder=1)
         if len(runs) == 1:
@@ -237,7 +237,7 @@ def _title(run: History) -> str:
     elif target:
         parts.append(f"{goal(target)} not reached")
     elif run.validations:
-        parts.append(f"top-1 {percent(run.validations[-1].top1)}")
+        parts.append(f"top-1 {percent(run.validations[-1].counted('top1'))}")
     if run.summary is None:
         parts.append("not ended")
     return "  ·  ".join(parts)

@@ -80,9 +80,10 @@ class Progress:
     def validation(self, row: ValidationRow) -> None:
         """Take in a validation."""
         self._state.validations.append(row)
+        average = "" if row.ema_top1 is None else f"average's top-1 {percent(row.ema_top1)}  "
         self._print(
             f"epoch {row.epoch:g}: top-1 {percent(row.top1)}  top-5 {percent(row.top5)}  "
-            f"loss {number(row.loss)}  at {duration(row.seconds)}"
+            f"{average}loss {number(row.loss)}  at {duration(row.seconds)}"
         )
 
     def event(self, row: EventRow) -> None:
@@ -166,7 +167,7 @@ class State:
         before, now = self.validations[-2:]
         waits = [0.0]
         for key, share in self.target.items():
-            past, error, allowed = (1 - v for v in (getattr(before, key), getattr(now, key), share))
+            past, error, allowed = (1 - v for v in (before.counted(key), now.counted(key), share))
             if error <= allowed:
                 continue
             if error >= past or allowed <= 0:
@@ -231,8 +232,8 @@ class State:
             ("images/s", rate(self.images_per_s), ""),
             ("workers", str(row.world_size), ""),
             ("data wait", self._wait(), wait_style),
-            ("top-1", percent(newest.top1 if newest else None), "bold"),
-            ("top-5", percent(newest.top5 if newest else None), "bold"),
+            ("top-1", percent(newest.counted("top1") if newest else None), "bold"),
+            ("top-5", percent(newest.counted("top5") if newest else None), "bold"),
             ("target", goal(self.target) or "none", ""),
             ("elapsed", duration(row.seconds), ""),
             ("left", _about(self.seconds_left()), ""),

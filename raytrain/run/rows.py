@@ -70,6 +70,15 @@ class ValidationRow:
     top5: float
     loss: Number
     num_images: int
+    ema_top1: float | None = None
+    """Of the averaged weights; None without an average."""
+    ema_top5: float | None = None
+
+    def counted(self, key: str) -> float:
+        """`top1` or `top5` of the weights that count: the averaged ones where there are any."""
+        averaged: float | None = getattr(self, f"ema_{key}")
+        value: float = getattr(self, key)
+        return value if averaged is None else averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +181,8 @@ class Summary:
 
 
 def meets(target: Shares, row: ValidationRow) -> bool:
-    """Whether a validation is at the target: at every share that is asked for."""
-    return bool(target) and all(getattr(row, key) >= share for key, share in target.items())
+    """Whether the weights that count are at the target: at every share that is asked for."""
+    return bool(target) and all(row.counted(key) >= share for key, share in target.items())
 
 
 def first_at_target(target: Shares, rows: Sequence[ValidationRow]) -> ValidationRow | None:

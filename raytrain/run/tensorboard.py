@@ -39,6 +39,8 @@ VALIDATION_TAGS = {
     "top1": "validation/top1",
     "top5": "validation/top5",
     "loss": "validation/loss",
+    "ema_top1": "validation/ema_top1",
+    "ema_top5": "validation/ema_top5",
 }
 
 
@@ -89,9 +91,10 @@ class TensorBoard:
 
 
 def _scalars(
-    values: Mapping[str, float], tags: Mapping[str, str], step: int, seconds: float
+    values: Mapping[str, float | None], tags: Mapping[str, str], step: int, seconds: float
 ) -> Event:
     summary = Summary()
     for key, tag in tags.items():
-        summary.value.add(tag=tag, simple_value=values[key])
+        if (value := values[key]) is not None:
+            summary.value.add(tag=tag, simple_value=value)
     return Event(wall_time=time.time() + seconds, step=step, summary=summary)
