@@ -37,8 +37,8 @@ if [ "$role" = host ]; then
     hostname "$what"
     own_folders
     mkdir /run/sshd
-    # an administrator by another name, with a home of its own
-    echo 'raytrain:x:0:0::/home/raytrain:/bin/bash' | cat /etc/passwd - > /run/passwd
+    # the administrator by another name and with another home
+    echo 'raytrain:x:0:0::/home/raytrain:/bin/bash' | cat - /etc/passwd > /run/passwd
     mount -n --bind /run/passwd /etc/passwd
     exec /usr/sbin/sshd -D -e -f /dev/null -h "$dir/hostkey" -o AuthorizedKeysFile="$dir/key.pub" \
         -o PasswordAuthentication=no -o PermitRootLogin=yes -o StrictModes=no -o UsePAM=no \
