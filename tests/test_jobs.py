@@ -62,6 +62,7 @@ def test_stopped_and_gone_on_with_and_below_its_target(hosts: Hosts, jobs: Jobs)
     assert len(read_jsonl(run_dir / "metrics.jsonl")) == stopped_at < 36
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
 
+    (hosts.shared / "hurry").touch()
     jobs.submit("second", *train("run"))
     end = jobs.wait("second")
     assert (end["status"], end["driver_exit_code"]) == ("FAILED", 3)
