@@ -129,6 +129,8 @@ class _Driver:
             raise self._error
 
     def _fit(self) -> None:
+        # how long the group may wait for a machine that is lost before a smaller one is tried
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "10")
         storage = self._session.job.run_dir / ".ray_train"
         try:
             self._trainer(storage).fit()
@@ -189,7 +191,8 @@ def run_worker(config: dict[str, Any]) -> None:
     """What each of Ray Train's workers runs."""
     sys.path.extend(p for p in config["path"] if p not in sys.path)
     mailbox = config["mailbox"]
-    if ray.get(mailbox.is_over.remote()):
+    group: int | None = ray.get(mailbox.enter.remote())
+    if group is None:
         return
     context = ray.train.get_context()
     world = World(
@@ -201,21 +204,22 @@ def run_worker(config: dict[str, Any]) -> None:
     cores = max(1, (os.cpu_count() or 1) // world.local_size)
     torch.set_num_threads(cores)
     try:
-        train(config["job"], world, _OnRay(mailbox, config["job"], cores))
+        train(config["job"], world, _OnRay(mailbox, group, config["job"], cores))
     except Exception as error:
-        _tell_fault(mailbox, world, error)
+        _tell_fault(mailbox, group, world, error)
         if not _all_gave_up(mailbox, world):
             raise  # so that Ray Train ends the workers that still wait for this one
 
 
-def _tell_fault(mailbox: Any, world: World, error: Exception) -> None:
+def _tell_fault(mailbox: Any, group: int, world: World, error: Exception) -> None:
     if isinstance(error, RaytrainError):
-        ray.get(mailbox.fault.remote(str(error), final=True))
+        ray.get(mailbox.fault.remote(group, str(error), final=True))
     elif _is_lost_peer(error):
-        ray.get(mailbox.lost_peer.remote())
+        ray.get(mailbox.lost_peer.remote(group))
     else:
         traceback.print_exc()
-        ray.get(mailbox.fault.remote(f"worker {world.rank}: {describe_bug(error)}", final=False))
+        text = f"worker {world.rank}: {describe_bug(error)}"
+        ray.get(mailbox.fault.remote(group, text, final=False))
 
 
 def _all_gave_up(mailbox: Any, world: World) -> bool:
@@ -230,8 +234,9 @@ def _all_gave_up(mailbox: Any, world: World) -> bool:
 class _OnRay:
     """What the loop needs, over Ray."""
 
-    def __init__(self, mailbox: Any, job: Job, cores: int) -> None:
+    def __init__(self, mailbox: Any, group: int, job: Job, cores: int) -> None:
         self._mailbox = mailbox
+        self._group = group
         self.threads = job.recipe.input.decoders or cores
 
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
@@ -242,21 +247,21 @@ class _OnRay:
         return steps
 
     def begin(self, start: int, world_size: int) -> float:
-        seconds: float = ray.get(self._mailbox.begin.remote(start, world_size))
+        seconds: float = ray.get(self._mailbox.begin.remote(self._group, start, world_size))
         return seconds
 
     def metrics(self, rows: list[StepRow]) -> bool:
-        stop: bool = ray.get(self._mailbox.put.remote("metrics", rows))
+        stop: bool = ray.get(self._mailbox.put.remote(self._group, "metrics", rows))
         return stop
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        ray.get(self._mailbox.put.remote("checkpoint", asdict(checkpoint)))
+        ray.get(self._mailbox.put.remote(self._group, "checkpoint", asdict(checkpoint)))
 
     def validation(self, row: ValidationRow) -> None:
-        ray.get(self._mailbox.put.remote("validation", row))
+        ray.get(self._mailbox.put.remote(self._group, "validation", row))
 
     def say(self, message: str) -> None:
-        ray.get(self._mailbox.put.remote("say", message))
+        ray.get(self._mailbox.put.remote(self._group, "say", message))
 
 
 def _is_lost_peer(error: BaseException) -> bool:
