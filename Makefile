@@ -12,6 +12,7 @@ test: lint  ## lint, types, import contract, tests
 	$(BIN)/pytest -m "not slow"
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
+	$(BIN)/pip install --quiet --editable '.[dev,hosts]'
 	$(BIN)/pytest -m slow
 
 lint: $(INSTALLED)

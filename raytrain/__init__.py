@@ -9,24 +9,60 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raytrain.api import fit
+    from raytrain.api import Sweep, fit, resume_sweep, sweep, use_cluster
     from raytrain.data.shards import ShardSet
+    from raytrain.demo import write_digits
     from raytrain.errors import RaytrainError
-    from raytrain.recipe.load import load_recipe
+    from raytrain.orchestrate.prepare import PrepareOptions, prepare
+    from raytrain.recipe.load import change_recipe, load_recipe
     from raytrain.recipe.plan import Plan
     from raytrain.recipe.types import Recipe
+    from raytrain.run.against import Picture, draw_against
+    from raytrain.run.report import comparison, report
     from raytrain.session import Result
 
-__all__ = ["Plan", "RaytrainError", "Recipe", "Result", "ShardSet", "fit", "load_recipe"]
+__all__ = [
+    "Picture",
+    "Plan",
+    "PrepareOptions",
+    "RaytrainError",
+    "Recipe",
+    "Result",
+    "ShardSet",
+    "Sweep",
+    "change_recipe",
+    "comparison",
+    "draw_against",
+    "fit",
+    "load_recipe",
+    "prepare",
+    "report",
+    "resume_sweep",
+    "sweep",
+    "use_cluster",
+    "write_digits",
+]
 
 _HOMES = {
+    "Picture": "raytrain.run.against",
     "Plan": "raytrain.recipe.plan",
+    "PrepareOptions": "raytrain.orchestrate.prepare",
     "RaytrainError": "raytrain.errors",
     "Recipe": "raytrain.recipe.types",
     "Result": "raytrain.session",
     "ShardSet": "raytrain.data.shards",
+    "Sweep": "raytrain.api",
+    "change_recipe": "raytrain.recipe.load",
+    "comparison": "raytrain.run.report",
+    "draw_against": "raytrain.run.against",
     "fit": "raytrain.api",
     "load_recipe": "raytrain.recipe.load",
+    "prepare": "raytrain.orchestrate.prepare",
+    "report": "raytrain.run.report",
+    "resume_sweep": "raytrain.api",
+    "sweep": "raytrain.api",
+    "use_cluster": "raytrain.api",
+    "write_digits": "raytrain.demo",
 }
 
 

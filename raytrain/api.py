@@ -1,8 +1,10 @@
-"""The Python way in: ``raytrain.fit``."""
+"""The Python way in: ``raytrain.fit`` and ``raytrain.sweep``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +19,11 @@ from raytrain.learn.models import check_model
 from raytrain.learn.optim import OptimizerMaker
 from raytrain.recipe.load import load_recipe, recipe_from_dict
 from raytrain.recipe.types import Recipe
+from raytrain.run.startup import StartUp
 from raytrain.session import Result, finished_before
 from raytrain.train import Job, Parts
+from raytrain.tuning.options import SETTINGS, Settings, SweepOptions
+from raytrain.tuning.report import SweepReport
 
 Engine = Literal["ray", "inline"]
 Workers = int | str | None
@@ -37,6 +42,7 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
     device: str = "auto",
     price_per_hour: float | None = None,
     verbose: bool = False,
+    startup: StartUp | None = None,
 ) -> Result:
     """Train an image classifier; the same call alone, on a laptop's cores or on a cluster.
 
@@ -59,6 +65,7 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
         device: ``auto``, ``cpu`` or ``cuda``.
         price_per_hour: of all the hardware, in USD; the summary then has the cost.
         verbose: show Ray's own log and the prints of worker processes.
+        startup: what the caller has done so far, for the run's account of its start-up.
 
     Returns:
         The run's directory and summary. A target that was missed is a result, not an error.
@@ -66,6 +73,7 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
     Raises:
         RaytrainError: what is wrong, where, and what to do, in one line.
     """
+    startup = startup or StartUp()
     asked = parse_workers(workers)
     if engine == "inline" and asked not in (None, (1, 1)):
         raise RaytrainError(f"--workers {workers}: the inline engine has one worker; leave it out")
@@ -74,14 +82,114 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
     shards.check_files()
     if model is None:
         check_model(chosen.model)
-    job = Job(chosen, shards, _run_dir(run_dir), Parts(model, loss, optimizer))
+    job = Job(chosen, shards, _run_dir(run_dir, ""), Parts(model, loss, optimizer))
     if (finished := finished_before(job)) is not None:
         return finished
+    startup.ended("data and model")
     if engine == "inline":
-        return run_inline(job, device, price_per_hour)
+        return run_inline(job, device, price_per_hour, startup)
     from raytrain.orchestrate.launch import Request, run_on_ray  # noqa: PLC0415 (starts Ray)
 
-    return run_on_ray(job, Request(asked, device, price_per_hour, verbose))
+    return run_on_ray(job, Request(asked, device, price_per_hour, verbose), startup)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that has ended.
+
+    Attributes:
+        folder: with sweep.json, best.yaml, the pictures, and a run directory for each trial.
+        report: what sweep.json tells; ``report.table()`` shows the trials.
+    """
+
+    folder: Path
+    report: SweepReport
+
+    @property
+    def best_recipe(self) -> Path:
+        """The best recipe, which ``fit`` takes."""
+        return self.folder / "best.yaml"
+
+
+def sweep(
+    recipe: Recipe | Mapping[str, Any] | str | Path,
+    data: str | Path,
+    space: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path | None = None,
+    time_budget: float | None = None,
+    device: str = "auto",
+    verbose: bool = False,
+    **options: Any,
+) -> Sweep:
+    """Search a space of recipes for the best one.
+
+    Args:
+        recipe: what the samples change, as for ``fit``.
+        data: a ShardSet made by ``raytrain prepare``.
+        space: a file with a function ``space(draw)``, or several that are drawn together.
+        out: where everything goes; by default a new folder in ``runs``.
+        time_budget: seconds after which no more is trained; None: no limit.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        verbose: show Ray's own log.
+        **options: fields of ``SweepOptions``, such as ``samples=24``.
+
+    Raises:
+        RaytrainError: what can't work, before the first trial; or no trial came to a result.
+    """
+    chosen = _recipe(recipe)
+    check_model(chosen.model)
+    spaces = [space] if isinstance(space, str | Path) else space
+    folder = _run_dir(out, "sweep-")
+    if (folder / SETTINGS).exists():
+        raise RaytrainError(
+            f"{folder} holds a sweep; `raytrain sweep --resume {folder}` goes on with it, or "
+            "choose another --out"
+        )
+    shards = ShardSet.open(data, chosen.input)
+    settings = Settings(
+        recipe=chosen.model_dump(mode="json"),
+        spaces=tuple(str(Path(path).expanduser().absolute()) for path in spaces),
+        data=shards.uri,
+        fingerprint=shards.fingerprint,
+        device=device,
+        options=SweepOptions(**options),
+    )
+    return _sweep(folder, settings, time_budget, verbose)
+
+
+def use_cluster(address: str) -> None:
+    """Let what follows in this process run on a Ray cluster.
+
+    Args:
+        address: such as ``10.0.0.1:6379``, or ``auto`` on one of its machines; empty changes
+            nothing: the cluster of the Ray job that this is in, or else a Ray of its own.
+    """
+    if address:
+        os.environ["RAY_ADDRESS"] = address
+
+
+def resume_sweep(
+    folder: str | Path, *, time_budget: float | None = None, verbose: bool = False
+) -> Sweep:
+    """Go on with a sweep that was cut off; what it does is in its folder.
+
+    Args:
+        folder: of the sweep.
+        time_budget: seconds for this call; None: no limit.
+        verbose: show Ray's own log.
+
+    Raises:
+        RaytrainError: the folder holds no sweep, or the data or the space has changed.
+    """
+    path = Path(folder).expanduser().absolute()
+    return _sweep(path, Settings.read(path), time_budget, verbose)
+
+
+def _sweep(folder: Path, settings: Settings, time_budget: float | None, verbose: bool) -> Sweep:
+    from raytrain.orchestrate.sweep.run import run_sweep  # noqa: PLC0415 (starts Ray)
+
+    return Sweep(folder, run_sweep(folder, settings, time_budget, verbose))
 
 
 def parse_workers(workers: Workers) -> tuple[int, int] | None:
@@ -112,7 +220,7 @@ def _recipe(recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
     return load_recipe(recipe)
 
 
-def _run_dir(run_dir: str | Path | None) -> Path:
+def _run_dir(run_dir: str | Path | None, prefix: str) -> Path:
     if run_dir is None:
-        run_dir = Path("runs") / datetime.now().astimezone().strftime("%Y-%m-%d-%H%M%S")
+        run_dir = Path("runs") / datetime.now().astimezone().strftime(f"{prefix}%Y-%m-%d-%H%M%S")
     return Path(run_dir).expanduser().absolute()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from raytrain.session import Result
 
 _USAGE = 2  # typer's own status for a wrong option, which it explains
+
+Name = TypeVar("Name", bound=str)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -101,6 +103,10 @@ def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
         typer.Option(help="inline: one worker in this process, without Ray."),
     ] = "ray",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+    elastic: Annotated[
+        Literal["restart", "step"] | None,
+        typer.Option(help="What a lost worker costs; as --set faults.elastic=..."),
+    ] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(min=0, help="USD for all the hardware; gives the cost.")
     ] = None,
@@ -110,7 +116,8 @@ def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
     from raytrain.recipe.load import load_recipe
     from raytrain.session import tell
 
-    chosen = load_recipe(recipe, overrides or ())
+    mode = [f"faults.elastic={elastic}"] if elastic else []
+    chosen = load_recipe(recipe, [*(overrides or ()), *mode])
     result = _fit(
         chosen,
         data,
@@ -123,6 +130,96 @@ def train(  # noqa: PLR0913, PLR0917 (the options of the command line)
     )
     print(tell(result))
     raise typer.Exit(result.exit_status)
+
+
+Spaces = Annotated[
+    list[Path] | None,
+    typer.Option(help="File with space(draw); more than once: drawn together."),
+]
+Search = Annotated[
+    Literal["random", "tpe", "bohb", "pb2"], typer.Option(help="How values are chosen.")
+]
+Scheduler = Annotated[
+    Literal["asha", "none"], typer.Option(help="Whether trials that are behind are stopped.")
+]
+Objective = Annotated[
+    Literal["accuracy", "seconds"],
+    typer.Option(help="Best top-1 within the epochs, or time to the recipe's target."),
+]
+Factor = Annotated[
+    int, typer.Option(min=2, help="About one of this many passes a rung; the rungs' ratio too.")
+]
+Concurrent = Annotated[
+    int | None, typer.Option(min=1, help="Trials at a time; by default as many as fit.")
+]
+Retrain = Annotated[
+    int, typer.Option(min=0, help="New seeds to train the best recipe with afterwards.")
+]
+TimeBudget = Annotated[
+    float | None, typer.Option(min=0, help="Seconds after which no more is trained.")
+]
+Resume = Annotated[
+    Path | None, typer.Option(help="Go on with the sweep in this folder, with its own settings.")
+]
+
+
+@app.command()
+def sweep(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    context: typer.Context,
+    recipe: Annotated[str | None, typer.Argument(help="As for train.")] = None,
+    space: Spaces = None,
+    data: Annotated[str | None, typer.Option(help="A ShardSet, as for train.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Trials.")] = 24,
+    search: Search = "random",
+    scheduler: Scheduler = "asha",
+    objective: Objective = "accuracy",
+    grace_epochs: Annotated[int, typer.Option(min=1, help="Epochs before the first rung.")] = 1,
+    factor: Factor = 4,
+    workers_per_trial: Annotated[int, typer.Option(min=1)] = 1,
+    concurrent: Concurrent = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the samples.")] = 0,
+    retrain: Retrain = 3,
+    time_budget: TimeBudget = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for everything.")] = None,
+    resume: Resume = None,
+    overrides: Overrides = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
+    verbose: Annotated[bool, typer.Option(help="Show Ray's own log.")] = False,
+) -> None:
+    """Search a space of recipes with Ray Tune; stops what is behind, hands back the best recipe.
+
+    Exit status 1 where no trial came to a result.
+    """
+    from rich.console import Console
+
+    from raytrain.api import resume_sweep
+    from raytrain.api import sweep as run
+    from raytrain.recipe.load import load_recipe
+    from raytrain.tuning.options import SweepOptions
+
+    how: dict[str, Any] = {"time_budget": time_budget, "verbose": verbose}
+    if resume is not None:
+        _nothing_else(context, {"resume", *how})
+        done = resume_sweep(resume, **how)
+    elif recipe is None or not space or data is None:
+        raise RaytrainError("sweep needs RECIPE, --space FILE and --data SET, or --resume DIR")
+    else:
+        options = {name: context.params[name] for name in SweepOptions.model_fields}
+        chosen = load_recipe(recipe, overrides or ())
+        done = run(chosen, data, space, out=out, device=device, **how, **options)
+    Console().print(done.report.table())
+    print(done.report.closing(done.folder))
+
+
+def _nothing_else(context: typer.Context, allowed: set[str]) -> None:
+    """Refuse what `--resume` would not heed: the sweep's own settings decide."""
+    for option in context.command.params:
+        name = option.name or ""
+        source = context.get_parameter_source(name)
+        if name not in allowed and source is not None and source.name == "COMMANDLINE":
+            raise RaytrainError(
+                f"--resume: the sweep knows its own {option.opts[-1]}; leave it out"
+            )
 
 
 @app.command()
@@ -260,7 +357,9 @@ def diff_data(old: ShardSetAddress, new: ShardSetAddress, threads: Threads = Non
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories; other folders among them are skipped.")
+    ],
     png: Annotated[Path, typer.Option(help="Where to draw the convergence picture.")] = Path(
         "convergence.png"
     ),
@@ -272,9 +371,12 @@ def report(
     """Print a table of runs and draw their convergence in one picture."""
     from rich.console import Console
 
-    from raytrain.run.report import comparison
+    from raytrain.run.report import comparison, only_runs
     from raytrain.run.report import report as make
 
+    runs, others = only_runs(runs)
+    for folder in others:
+        print(f"skipped {folder}: not a run directory", file=sys.stderr)
     Console().print(make(runs, png))
     print(f"picture: {png}")
     if against:
@@ -321,8 +423,175 @@ def bench_input(
 
     report = run(where, BenchOptions(parse_sizes(sizes), images, repeats, seconds, stream))
     Console().print(tables(report))
+    _write_numbers(json, report.as_json())
+
+
+@bench_app.command("loop")
+def bench_loop(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    recipe: Recipe,
+    data: Annotated[str, typer.Option(help="A ShardSet: a folder or an s3:// address.")],
+    workers: Annotated[str, typer.Option(help="Numbers of workers, each measured.")] = "1,2",
+    phase: Annotated[int, typer.Option(min=0, help="Number of the recipe's phase.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of a turn.")] = 50,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each loop.")] = 5,
+    overrides: Overrides = None,
+    json: Annotated[Path | None, typer.Option(help="Where to write all numbers.")] = None,
+) -> None:
+    """Measure the training loop beside a bare loop in plain torch."""
+    from rich.console import Console
+
+    from raytrain.bench.loop import LoopOptions
+    from raytrain.bench.loop import bench_loop as run
+    from raytrain.data.shards import ShardSet
+    from raytrain.recipe.load import load_recipe
+
+    options = LoopOptions(_numbers("--workers", workers), phase, steps, repeats)
+    report = run(load_recipe(recipe, overrides or ()), ShardSet.open(data), options)
+    Console().print(report.table())
+    _write_numbers(json, report.as_json())
+
+
+@bench_app.command("accuracy")
+def bench_accuracy(
+    recipe: Recipe,
+    data: Annotated[str, typer.Option(help="A ShardSet: a folder or an s3:// address.")],
+    out: Annotated[Path, typer.Option(help="Folder for the report and the logs of all runs.")],
+    against: Annotated[
+        str,
+        typer.Option(
+            help="plain, timm (plain:epochs=20:lr=0.1 changes one), without-FEATURE, ablations."
+        ),
+    ] = "plain,timm,ablations",
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each.")] = 5,
+    overrides: Overrides = None,
+) -> None:
+    """Measure seconds to the recipe's target beside plain recipes and with features off."""
+    from rich.console import Console
+
+    from raytrain.bench.accuracy import bench_accuracy as run
+    from raytrain.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    report = run(loaded, data, against.split(","), seeds, out)
+    Console().print(report.table())
+    print(f"numbers and logs: {out}")
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise RaytrainError(f"{option} {text}: give numbers of at least 1, such as 1,2")
+    return found
+
+
+def _write_numbers(path: Path | None, text: str) -> None:
+    if path:
+        path.write_text(text + "\n", encoding="utf-8")
+        print(f"numbers: {path}")
+
+
+@bench_app.command("checkpoint")
+def bench_checkpoint(
+    model: Annotated[str, typer.Option(help="As in a recipe.")] = "resnet50",
+    folder: Annotated[Path | None, typer.Option(help="Storage to write to.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each rival.")] = 5,
+    device: Annotated[str, typer.Option(help="As torch names it.")] = "cpu",
+    json: Annotated[Path | None, typer.Option(help="Where to write all numbers.")] = None,
+) -> None:
+    """Measure how long a checkpoint keeps the training loop, beside other ways to write one."""
+    from rich.console import Console
+
+    from raytrain.bench.checkpoint import bench_checkpoint as run
+
+    report = run(model, folder, repeats, device)
+    Console().print(report.table())
+    _write_numbers(json, report.as_json())
+
+
+@bench_app.command("elastic")
+def bench_elastic(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    recipe: Recipe,
+    data: Annotated[str, typer.Option(help="A ShardSet, in a folder.")],
+    out: Annotated[Path, typer.Option(help="New folder for the runs and their logs.")],
+    workers: Annotated[int, typer.Option(min=2, help="Of each contender.")] = 3,
+    against: Annotated[
+        str, typer.Option(help="step, restart: our modes; ray: plain Ray Train.")
+    ] = "step,restart,ray",
+    faults: Annotated[str, typer.Option(help="Kinds: kill, hang, drain, remove_node.")] = "kill",
+    repeats: Annotated[int, typer.Option(min=1, help="Of each fault.")] = 3,
+    patience: Annotated[float, typer.Option(min=1, help="Most seconds for a recovery.")] = 300,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Also with a fault a minute for so long, for the goodput.")
+    ] = 0,
+    overrides: Overrides = None,
+    json: Annotated[Path | None, typer.Option(help="Where to write all numbers.")] = None,
+) -> None:
+    """Measure what faults cost, on a cluster of raylets on this machine, beside plain Ray Train."""
+    from rich.console import Console
+
+    from raytrain.bench.elastic import CONTENDERS, FAULTS, ElasticOptions
+    from raytrain.bench.elastic import bench_elastic as run
+    from raytrain.recipe.load import load_recipe
+
+    options = ElasticOptions(
+        workers=workers,
+        contenders=_named("--against", against, CONTENDERS),
+        faults=_named("--faults", faults, FAULTS),
+        repeats=repeats,
+        patience_s=patience,
+        minutes=minutes,
+    )
+    report = run(load_recipe(recipe, overrides or ()), data, out, options)
+    Console().print(report.table())
+    _write_numbers(json, report.as_json())
+
+
+def _named(option: str, text: str, known: tuple[Name, ...]) -> tuple[Name, ...]:
+    found = tuple(name for part in text.split(",") for name in known if name == part)
+    if len(found) != len(text.split(",")):
+        raise RaytrainError(f"{option} {text}: give some of {', '.join(known)}, with commas")
+    return found
+
+
+@bench_app.command("sweep")
+def bench_a_sweep(  # noqa: PLR0913, PLR0917 (the options of the command line)
+    recipe: Recipe,
+    space: Annotated[list[Path], typer.Option(help="File with space(draw).")],
+    data: Annotated[str, typer.Option(help="A ShardSet: a folder or an s3:// address.")],
+    out: Annotated[Path, typer.Option(help="Folder for everything.")],
+    samples: Annotated[int, typer.Option(min=2, help="Trials of each sweep.")] = 24,
+    seeds: Annotated[int, typer.Option(min=1, help="Draws of the samples.")] = 1,
+    by_hand: Annotated[int, typer.Option(min=0, help="Trainings to make by hand too.")] = 4,
+    factor: Annotated[int, typer.Option(min=2, help="Of ASHA.")] = 4,
+    json: Annotated[Path | None, typer.Option(help="Where to write all numbers.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Compare ASHA with training the same samples to their ends, and a sweep with doing it by hand.
+
+    One trial runs at a time.
+    """
+    from rich.console import Console
+
+    from raytrain.bench.sweep import as_json, bench_sweep, tables
+    from raytrain.recipe.load import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    found = bench_sweep(
+        loaded,
+        data,
+        space,
+        out,
+        samples=samples,
+        seeds=range(seeds),
+        by_hand=by_hand,
+        factor=factor,
+    )
+    Console().print(tables(found))
     if json:
-        json.write_text(report.as_json() + "\n", encoding="utf-8")
+        json.write_text(as_json(found, " ".join(sys.argv)) + "\n", encoding="utf-8")
         print(f"numbers: {json}")
 
 
@@ -353,9 +622,10 @@ def check_cluster(
 def _fit(*args: Any, **options: Any) -> Result:
     """``fit``, with an error of the user's own code in one line."""
     from raytrain.api import fit
+    from raytrain.run.startup import StartUp, process_age
 
     try:
-        return fit(*args, **options)
+        return fit(*args, startup=StartUp(imports=process_age()), **options)
     except RaytrainError:
         raise
     except Exception as error:

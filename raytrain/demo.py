@@ -15,7 +15,7 @@ from raytrain.run.report import report
 from raytrain.session import tell
 
 
-def write_digits(folder: Path, image_px: int = 32) -> None:
+def write_digits(folder: str | Path, image_px: int = 32) -> None:
     """Write scikit-learn's digits as PNG files, ``folder/<digit>/<number>.png``.
 
     1,797 images of 8x8 pixels (Alpaydin and Kaynak 1998, UCI's Optical Recognition of Handwritten
@@ -34,7 +34,7 @@ def write_digits(folder: Path, image_px: int = 32) -> None:
         raise RaytrainError("the demo needs scikit-learn: pip install 'raytrain[demo]'") from error
     digits = load_digits()
     for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
-        path = folder / str(label) / f"{number:04d}.png"
+        path = Path(folder) / str(label) / f"{number:04d}.png"
         if path.exists():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)

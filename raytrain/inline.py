@@ -9,26 +9,41 @@ import torch
 
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.errors import RaytrainError
+from raytrain.parallel.team import FixedTeam
 from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.kernels import kernel_fault
 from raytrain.run.record import cpu_model
 from raytrain.run.rows import Hardware, StepRow, ValidationRow
-from raytrain.session import Result, Session
+from raytrain.run.startup import StartUp
+from raytrain.session import Result, Session, Watch
 from raytrain.train import Job, build_job_model, score_checkpoint, train, validation_row
 from raytrain.world import World
 
 
-def run_inline(job: Job, device: str, price_per_hour: float | None) -> Result:
+def run_inline(
+    job: Job,
+    device: str,
+    price_per_hour: float | None,
+    startup: StartUp | None = None,
+    watch: Watch | None = None,
+) -> Result:
     """Train with one worker in this process, validating in line.
 
     Args:
         job: what to train; the numbers are those of one worker under any other engine.
         device: ``cpu``, ``cuda`` or ``auto``.
         price_per_hour: of this machine, in USD, where known.
+        startup: what the command has done so far.
+        watch: hears each validation, and may stop the run.
+
+    Raises:
+        RaytrainError: a fault that the user should read in one line.
     """
     device = pick_device(device)
-    session = Session(job, local_hardware(device), price_per_hour)
-    world, outside = World(device=device), _InThisProcess(session, device)
-    return session.run(lambda: train(job, world, outside))
+    check_kernels(device)
+    session = Session(job, local_hardware(device), price_per_hour, startup, watch)
+    team, outside = FixedTeam(World(device=device)), _InThisProcess(session, device)
+    return session.run(lambda: train(job, team, outside))
 
 
 def pick_device(device: str) -> str:
@@ -42,6 +57,20 @@ def pick_device(device: str) -> str:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise RaytrainError(f"--device {device}: torch {torch.__version__} finds no GPU here")
     return device
+
+
+def check_kernels(device: str) -> None:
+    """Refuse a GPU for which this torch has no kernels.
+
+    Raises:
+        RaytrainError: it has none; the line says what to install.
+    """
+    if not device.startswith("cuda"):
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    fault = kernel_fault(name, capability, torch.cuda.get_arch_list(), torch.__version__)
+    if fault:
+        raise RaytrainError(f"--device {device}: {fault}")
 
 
 def local_hardware(device: str) -> Hardware:
@@ -83,8 +112,12 @@ class _InThisProcess:
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         self._session.checkpoint(checkpoint)
 
-    def validation(self, row: ValidationRow) -> None:
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        self._session.checkpoint_failed(step, reason)
+
+    def validation(self, row: ValidationRow) -> bool:
         self._session.validation(row)
+        return self._session.should_stop
 
     def say(self, message: str) -> None:
         self._session.say(message)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -37,12 +36,16 @@ from raytrain.run.rows import (
     first_at_target,
     meets,
 )
+from raytrain.run.startup import StartUp
 from raytrain.train import Clock, Job, target_of
 
 FINISHED: tuple[Status, ...] = ("target_reached", "target_missed", "completed")
 _MAY_CHANGE = ("input.cache", "input.damaged", "input.decoders")  # how images are read, not which
 _OWN = (".lock", ".ray_train", RECIPE, METRICS, "checkpoints", "tensorboard", "audit", "error.txt")
 MODEL_FILE = "model.safetensors"
+
+Watch = Callable[[ValidationRow], str | None]
+"""Hears each validation once it is in the record; gives a reason to stop the run, or None."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,25 @@ class Session:
         job: the run.
         hardware: what the workers run on.
         price_per_hour: of all of it, in USD, where known.
+        startup: what the command has done so far.
+        watch: hears each validation, and may stop the run.
 
     Raises:
         RaytrainError: the directory holds a run of another recipe or other data, or is in use.
     """
 
-    def __init__(self, job: Job, hardware: Hardware, price_per_hour: float | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        hardware: Hardware,
+        price_per_hour: float | None,
+        startup: StartUp | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.job = job
-        self._began = time.perf_counter()
+        self._watch = watch
+        self._stopped: str | None = None
+        self._startup = startup or StartUp()
         self._startup_seconds: float | None = None
         self._target = target_of(job.recipe)
         self._facts = RunFacts(
@@ -101,14 +115,19 @@ class Session:
             price_per_hour=price_per_hour,
         )
         self._lock = _lock(job.run_dir)
-        self._record = RunRecord(job.run_dir)
-        self.recorded_steps = _recorded_steps(job.run_dir)
         self._progress = Progress(job.plan)
+        self._record = RunRecord(job.run_dir, self._progress.say)
+        self.recorded_steps = _recorded_steps(job.run_dir)
         self._interruption = Interruption(self._progress.say)
         self.earlier_seconds = self._record.last_seconds()
         self._clock: Clock | None = None
+        self._begun_at: float | None = None
+        self._exchange: dict[str, float] | None = None
         self._world_size = 0
         self._steps_done = 0
+        self._group_size = 0
+        self._checkpoints: set[int] = set()  # that were told, after so many steps
+        self._validated: list[Checkpoint] = []  # which are marked as due still
         job.checkpoints.set_aside_after(self.recorded_steps, self.say)
         before = _validations_before(job.run_dir)
         self._best = max((row.counted("top1") for row in before), default=-1.0)
@@ -158,9 +177,24 @@ class Session:
         return self.target_row is not None
 
     @property
+    def world_size(self) -> int:
+        """Workers of the group that runs, with those that are being replaced; 0 before it."""
+        return self._group_size
+
+    @property
+    def startup_seconds(self) -> float:
+        """From the command to the first step; 0 before it."""
+        return self._startup_seconds or 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimated time to the last step; None before there is something to go by."""
+        return self._progress.seconds_left()
+
+    @property
     def should_stop(self) -> bool:
         """Whether the workers should stop where they are."""
-        return self.reached_target or self._interruption.asked
+        return self.reached_target or self._interruption.asked or self._stopped is not None
 
     @property
     def is_interrupted(self) -> bool:
@@ -177,9 +211,11 @@ class Session:
             seconds: training clock now.
         """
         if self._clock is None:
-            self._startup_seconds = time.perf_counter() - self._began
+            self._startup.ended("meeting")
+            self._startup_seconds = self._startup.seconds
             self._record.recipe(dump_recipe(self.job.recipe))
             event = self._record.start(self._facts, step=start)
+            self._begun_at = seconds
         else:
             lost = self._record.rewind(start)
             event = self._record.event(
@@ -188,40 +224,114 @@ class Session:
         self._progress.event(event)
         if self._world_size not in (0, world_size):
             self.event("resize", start, seconds, world_size=world_size)
+        if self._exchange is not None:
+            self.event("exchange", start, seconds, world_size=world_size, **self._exchange)
+            self._exchange = None
         self._world_size, self._steps_done = world_size, start
+        self._group_size = world_size
+        self._checkpoints = {step for step in self._checkpoints if step <= start}
         self._clock = Clock(seconds)
+
+    def worker(self, rank: int, pid: int, machine: str) -> None:
+        """A worker's process has started, to train at once or to join."""
+        self.event("worker", self._steps_done, self.seconds(), rank=rank, pid=pid, machine=machine)
+
+    def regroup(self, start: int, world_size: int, seconds: float) -> None:
+        """Other workers than before are about to make step ``start``, without a restart.
+
+        Args:
+            start: steps done. Fewer than were told, where the weights that they led to were lost.
+            world_size: number of workers.
+            seconds: training clock now.
+        """
+        if start < self._steps_done:
+            lost = self._record.rewind(start)
+            self._steps_done = start
+            self._checkpoints = {step for step in self._checkpoints if step <= start}
+            self.event("recovery", start, seconds, world_size=world_size, rows_dropped=lost)
+        if world_size != self._world_size:
+            self.event("resize", start, seconds, world_size=world_size)
+        self._world_size = world_size
+        self._group_size = max(self._group_size, world_size)
+
+    def worker_is_up(self, age: float) -> None:
+        """A worker of the first group begins its work, so many seconds after its process began."""
+        if self._clock is None:
+            self._startup.ended_as_two("controller", "workers", age)
+
+    def exchange(self, megabytes: int, seconds: float, workers: int) -> None:
+        """A group of workers has timed an all-reduce, and is about to begin."""
+        milliseconds = round(1e3 * seconds, 2)
+        self._exchange = {"megabytes": megabytes, "milliseconds": milliseconds}
+        self.say(
+            f"pre-flight: an all-reduce of {megabytes} MB over {workers} workers takes "
+            f"{milliseconds:.1f} ms"
+        )
+
+    def _tell_startup(self, first: StepRow, seconds: float) -> None:
+        """Of the first step and the `seconds` up to its end, on the training clock."""
+        waited = min(first.data_wait_s, seconds)
+        self._startup.parts |= {"first images": waited, "first step": seconds - waited}
+        self.event("startup", first.step, first.seconds, parts=dict(self._startup.parts))
+        self.say(str(self._startup))
 
     def seconds(self) -> float:
         """The training clock."""
         return self._clock.seconds() if self._clock else self.earlier_seconds
 
     def metrics(self, rows: list[StepRow]) -> None:
-        """Steps were made."""
-        self._record.metrics(rows)
-        self._progress.steps(rows)
-        self._steps_done = rows[-1].step + 1
+        """Steps were made; those that were told before come first, and are known."""
+        new = [row for row in rows if row.step >= self._steps_done]
+        if not new:
+            return
+        self._record.metrics(new)
+        if self._begun_at is not None:
+            self._tell_startup(new[0], new[0].seconds - self._begun_at)
+            self._begun_at = None
+        self._progress.steps(new)
+        self._steps_done = new[-1].step + 1
 
-    def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint was written."""
+    def checkpoint(self, checkpoint: Checkpoint) -> bool:
+        """A checkpoint was written; gives whether that is news."""
+        if checkpoint.step in self._checkpoints:
+            return False
+        self._checkpoints.add(checkpoint.step)
         self.event("checkpoint", checkpoint.step, checkpoint.seconds)
+        return True
+
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        """A checkpoint could not be written; training goes on."""
+        self.event("checkpoint_failed", step, self.seconds(), reason=reason)
 
     def validation(self, row: ValidationRow) -> None:
         """A checkpoint was validated: keep the best weights, and see whether it is at the target.
 
-        The checkpoint stops being due only after its row is written down.
+        The checkpoint stops being due only after its row is written down. In line, there may be
+        none: the storage didn't take it, and the user knows.
         """
-        checkpoint = self.job.checkpoints.at(row.step)
         self._record.validation(row)
         self._progress.validation(row)
-        if row.counted("top1") > self._best:
-            self._best = row.counted("top1")
-            checkpoint.export_model(self.job.run_dir / MODEL_FILE)
-        checkpoint.validated()
+        if self.job.checkpoints.has(row.step):
+            self._keep_best(row, self.job.checkpoints.at(row.step))
         if self.target_row is None and meets(self._target, row):
             self.target_row = row
             self.event(
                 "target", row.step, row.seconds, top1=row.counted("top1"), top5=row.counted("top5")
             )
+        if self._watch is not None and self._stopped is None:
+            self._stopped = self._watch(row)
+
+    def _keep_best(self, row: ValidationRow, checkpoint: Checkpoint) -> None:
+        try:
+            if row.counted("top1") > self._best:
+                checkpoint.export_model(self.job.run_dir / MODEL_FILE)
+                self._best = row.counted("top1")
+            self._validated.append(checkpoint)
+            while self._validated and self._record.is_written:
+                self._validated[-1].validated()
+                self._validated.pop()
+        except OSError as error:
+            self.say(f"warning: can't write {MODEL_FILE} of step {row.step}: {error.strerror}")
 
     def event(self, kind: str, step: int, seconds: float, **detail: object) -> None:
         """Anything else that a reader of the run should know."""
@@ -230,6 +340,20 @@ class Session:
     def say(self, message: str) -> None:
         """A line for the user."""
         self._progress.say(message)
+
+    def hand_over(self, reason: str) -> None:
+        """The workers are to stop after a checkpoint, and others to go on."""
+        self.event("hand_over", self._steps_done, self.seconds(), reason=reason)
+
+    def restarted(self, parts: dict[str, float]) -> None:
+        """Other workers have made their first steps.
+
+        Args:
+            parts: seconds until the workers before were gone (`opened_s`), the last new one was
+                there and knew the others (`entered_s`), the checkpoint was found (`begun_s`), and
+                the first steps were made (`stepped_s`).
+        """
+        self.event("restarted", self._steps_done, self.seconds(), **parts)
 
     def fault(self, reason: str) -> None:
         """Something failed, and the workers start again or give up."""
@@ -241,6 +365,8 @@ class Session:
         if self.target_row is not None:
             reason = f"{goal(self._target)} at epoch {self.target_row.epoch:g} of {epochs}"
             return self._end("target_reached", reason)
+        if self._stopped is not None:
+            return self._end("stopped", self._stopped)
         if self._target:
             reason = f"all {epochs} epochs ran without {goal(self._target)}"
             return self._end("target_missed", reason)
@@ -348,18 +474,31 @@ def _lock(run_dir: Path) -> TextIO:
         raise RaytrainError(
             f"--run-dir {run_dir}: holds {strangers[0]} and is no run; choose a new or empty folder"
         )
+    return hold_folder(run_dir, "--run-dir")
+
+
+def hold_folder(folder: Path, option: str) -> TextIO:
+    """Make a folder where it is missing, and keep other commands off it until the file is closed.
+
+    Args:
+        folder: to hold.
+        option: of the command line, which gave it.
+
+    Raises:
+        RaytrainError: it can't be written, or another command holds it.
+    """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / ".lock").open("w")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
     except OSError as error:
         raise RaytrainError(
-            f"cannot write {run_dir}: {error.strerror}; choose another --run-dir"
+            f"cannot write {folder}: {error.strerror}; choose another {option}"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         raise RaytrainError(
-            f"{run_dir} is in use by another raytrain; wait for it or choose another --run-dir"
+            f"{folder} is in use by another raytrain; wait for it or choose another {option}"
         ) from error
     return lock

@@ -10,16 +10,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raytrain.data.decoders import choose_decoder
-from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
+from raytrain.data.reader import (
+    Batch,
+    TrainingImages,
+    ValidationImages,
+    View,
+    read_with_threads,
+)
 from raytrain.data.shards import ShardSet
 from raytrain.errors import RaytrainError
 from raytrain.learn.average import WeightAverage
@@ -31,17 +37,14 @@ from raytrain.learn.models import build_model
 from raytrain.learn.optim import (
     OptimizerMaker,
     build_optimizer,
+    load_optimizer_state,
+    optimizer_state,
     parameter_groups,
     set_hyperparameters,
 )
 from raytrain.learn.precision import Normalizer, NumberFormat
-from raytrain.parallel.share import (
-    agree,
-    average_buffers,
-    share_gradients,
-    sum_over_workers,
-    without_exchange,
-)
+from raytrain.parallel.share import without_exchange
+from raytrain.parallel.team import State, Team
 from raytrain.recipe.plan import Plan, Step, share
 from raytrain.recipe.types import Loss, Recipe
 from raytrain.run.audit import Audit
@@ -50,11 +53,10 @@ from raytrain.run.checkpoint import (
     CheckpointFolder,
     CheckpointWriter,
     Snapshot,
-    copy_to_cpu,
 )
 from raytrain.run.evaluate import Examiner, Score, Scores
-from raytrain.run.feed import DeviceBatch, Feed
-from raytrain.run.meter import Meter
+from raytrain.run.feed import DeviceBatch, ShareFeed
+from raytrain.run.meter import Meter, tally
 from raytrain.run.rows import StepRow, ValidationRow, meets
 from raytrain.world import World
 
@@ -87,6 +89,7 @@ class Job:
         parts: the user's own functions.
         beside: whether the engine validates checkpoints in a process of their own, so that the
             workers needn't.
+        attempt: number of these workers' attempt; that of later ones is larger.
     """
 
     recipe: Recipe
@@ -94,6 +97,7 @@ class Job:
     run_dir: Path
     parts: Parts = field(default_factory=Parts)
     beside: bool = False
+    attempt: int = field(default_factory=time.time_ns)
 
     @property
     def plan(self) -> Plan:
@@ -117,78 +121,192 @@ class Outside(Protocol):
         """How many steps' metrics rank 0 can count on in the record."""
 
     def begin(self, start: int, world_size: int) -> float:
-        """Rank 0 is about to make step ``start``; gives the training clock in seconds."""
+        """Rank 0 of workers that have formed (again) is about to make step ``start``; gives the
+        training clock in seconds."""
 
     def metrics(self, rows: list[StepRow]) -> bool:
-        """Rank 0 has these steps to tell; gives whether the run should stop."""
+        """Rank 0 has these steps to tell, the first of which may be told already; gives whether
+        the run should stop."""
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is whole. Called from another thread of rank 0."""
+        """A checkpoint is whole, as may be known. Called from any thread of rank 0."""
 
-    def validation(self, row: ValidationRow) -> None:
-        """Rank 0 has validated, in line, the weights whose checkpoint is whole by now."""
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        """The checkpoint after ``step`` steps isn't there. Called from any thread of rank 0."""
+
+    def validation(self, row: ValidationRow) -> bool:
+        """Rank 0 has validated, in line, the weights whose checkpoint is whole by now.
+
+        Gives whether the run should stop.
+        """
 
     def say(self, message: str) -> None:
         """Rank 0 has a line for the user."""
 
 
-def train(job: Job, world: World, outside: Outside) -> None:
+def train(job: Job, team: Team, outside: Outside) -> None:
     """Train one worker's share of a run, from the newest checkpoint to the end or the target.
 
     Args:
         job: what to train.
-        world: who this worker is; with more than one, torch.distributed's group must be there.
+        team: the workers that share each step, and who this one is.
         outside: the engine.
 
     Raises:
         RaytrainError: a fault that the user should read in one line.
     """
-    recipe, plan = job.recipe, job.plan
-    start, attempt = find_start(job, world, outside)
-    clock = Clock(outside.begin(start, world.size) if world.is_first else 0.0)
+    recipe, world = job.recipe, team.world
+    start, attempt = find_start(job, team, outside)
     with ExitStack() as cleanup:
-        images = training_images(job, world, outside)
-        feed = Feed(outside.batches(images, start), world.device, recipe.input.ahead_batches)
+        cleanup.callback(team.leave)
+        feed = ShareFeed(training_batches(job, world, outside), recipe.input.ahead_batches)
         cleanup.callback(feed.close)
-        writer = CheckpointWriter(job.checkpoints, outside.checkpoint)
+        clock = Clock(0.0)
+        if not team.forms_in_steps:
+            clock = Clock(outside.begin(start, world.size) if world.is_first else 0.0)
+            feed.open(start, world)
+        writer = CheckpointWriter(
+            job.checkpoints,
+            outside.checkpoint,
+            outside.checkpoint_failed,
+            recipe.checkpoint.max_failures,
+        )
         cleanup.callback(writer.close)
-        audit = Audit(job.run_dir / "audit", attempt, start, world) if recipe.input.audit else None
-        learner = build_learner(job, world)
-        if start > 0:
+        learner = build_learner(job, team)
+        if team.forms_in_steps:
+            start = restore_newest(learner, job)
+        elif start > 0:
             restore(learner, job.checkpoints.at(start))
         if recipe.compile:
-            compile_ahead(learner, plan, start, world)
-        meter = Meter(plan, world, clock.seconds())
-        asked_to_stop = stop = False
+            compile_ahead(learner, job.plan, start, world)
+        make_steps(
+            job,
+            team,
+            outside,
+            Hands(
+                feed=feed,
+                learner=learner,
+                meter=Meter(job.plan, clock.seconds(), retells=team.forms_in_steps),
+                lead=Lead(team, outside, writer, clock),
+                audit=Audit(job.run_dir / "audit", attempt, world.rank, recipe.input.audit),
+            ),
+            start,
+        )
 
-        for batch in feed:
-            step = plan.step(batch.step)
-            torch.manual_seed(_seed(recipe.seed, step.index, world.rank))
-            sums, scale = make_step(learner, batch, step, world)
-            meter.add(step, sums, batch.waited, clock.seconds(), scale)
-            if audit:
-                audit.step(step.index, batch.rows)
 
-            validates = plan.validates_after(step.index)
-            saves = validates or _due(step, recipe.checkpoint.every_steps)
-            if saves or _due(step, recipe.log.every_steps):
-                rows, stop = meter.rows(asked_to_stop)
-                if world.is_first:
-                    asked_to_stop = outside.metrics(rows)
-            if saves or stop:
-                for model in learner.models:
-                    average_buffers(model, world)
-                if world.is_first:
-                    writer.write(take_snapshot(learner, job, step, clock.seconds()))
-            if validates and not job.beside:
-                row = validate_in_line(learner, job, step, world, clock, outside.threads)
-                if world.is_first:
-                    writer.wait()
-                    outside.validation(row)
-                stop = stop or meets(target_of(recipe), row)
-            if stop:
-                break
-        writer.wait()
+@dataclass(frozen=True)
+class Hands:
+    """What a worker makes steps with.
+
+    Attributes:
+        feed: its share of the images.
+        learner: what is trained.
+        meter: what is told of it.
+        lead: what only the first worker does.
+        audit: which rows were used.
+    """
+
+    feed: ShareFeed
+    learner: Learner
+    meter: Meter
+    lead: Lead
+    audit: Audit
+
+
+def make_steps(job: Job, team: Team, outside: Outside, hands: Hands, start: int) -> None:
+    """The loop: from step ``start`` to the end, the target or a request to stop."""
+    recipe, plan, learner, lead = job.recipe, job.plan, hands.learner, hands.lead
+    team.prepare(*state_functions(learner, hands.meter, team.world.device), lead.end)
+    asked_to_stop = stop = False
+    for index in team.steps(start, plan.num_steps):
+        world, step = team.world, plan.step(index)
+        if team.formed_anew:
+            lead.pass_on(index)
+            hands.meter.begins(lead.clock.seconds())
+        batch = hands.feed.at(index, world)
+        hands.audit.tries(index, team.quorum, batch.rows)
+        validates = plan.validates_after(index)
+        saves = validates or _due(step, recipe.checkpoint.every_steps)
+        tells = saves or _due(step, recipe.log.every_steps)
+
+        torch.manual_seed(_seed(recipe.seed, index, world.rank))
+        sums = forward_backward(learner, batch, step, world)
+        scale = learner.number_format.scale()
+        told = tally(sums, batch.waited, scale, lead.clock.seconds(), asked_to_stop, world)
+        if not team.has_made(learner.model, told, learner.models if tells else ()):
+            learner.optimizer.zero_grad()
+            continue
+        update(learner, step)
+        hands.meter.add(step, world.size, told)
+        hands.audit.made(index, team.quorum)
+
+        if tells:
+            rows, stop = hands.meter.rows(team.add_up)
+            if world.is_first:
+                asked_to_stop = outside.metrics(rows)
+        if (saves or stop) and (world.is_first or team.forms_in_steps):
+            snapshot = take_snapshot(learner, job, step, lead.clock.seconds())
+            lead.save(snapshot, needed=validates or stop)
+        if validates and not job.beside:
+            row = validate_in_line(learner, job, step, team, lead.clock, outside.threads)
+            told_to_stop = team.agree([int(lead.validated(row))]) != [0]
+            stop = stop or told_to_stop or meets(target_of(recipe), row)
+        if stop:
+            break
+    lead.end()
+
+
+class Lead:
+    """What only the first worker does, where the first one may be lost and another takes over.
+
+    Args:
+        team: tells which worker is the first.
+        outside: the engine.
+        writer: of checkpoints. Where the first worker may be lost, the others hold what it writes.
+        clock: the training clock; that of the first worker is the run's.
+    """
+
+    def __init__(
+        self, team: Team, outside: Outside, writer: CheckpointWriter, clock: Clock
+    ) -> None:
+        self._team, self._outside, self._writer = team, outside, writer
+        self._is_mine = False
+        self.clock = clock
+
+    def pass_on(self, index: int) -> None:
+        """The team has formed to make a step: take the lead where it is this worker's now."""
+        if self._team.world.is_first:
+            self.clock = Clock(self._outside.begin(index, self._team.world.size))
+        self._take_over()
+
+    def save(self, snapshot: Snapshot, *, needed: bool) -> None:
+        """Write a checkpoint, or hold it until the next one."""
+        if self._team.world.is_first:
+            self._writer.write(snapshot, needed=needed)
+        else:
+            self._writer.hold(snapshot)
+
+    def validated(self, row: ValidationRow) -> bool:
+        """Tell of a validation in line, once the checkpoint of its weights is whole.
+
+        Gives whether the run should stop, as far as this worker knows.
+        """
+        if not self._team.world.is_first:
+            return False
+        self._writer.wait()
+        return self._outside.validation(row)
+
+    def end(self) -> None:
+        """The first worker's checkpoints are whole when it returns."""
+        self._take_over()
+        if self._team.world.is_first:
+            self._writer.finish()
+
+    def _take_over(self) -> None:
+        """See to it that the last checkpoint is there, and known: another one was to write it."""
+        if self._team.world.is_first and not self._is_mine:
+            self._writer.write_held()
+        self._is_mine = self._team.world.is_first
 
 
 @dataclass(frozen=True)
@@ -229,9 +347,9 @@ class Learner:
         return [self.model] if self.average is None else [self.model, self.average.model]
 
 
-def build_learner(job: Job, world: World) -> Learner:
+def build_learner(job: Job, team: Team) -> Learner:
     """Model, optimizer and loss with the same first weights on every worker."""
-    recipe = job.recipe
+    recipe, world = job.recipe, team.world
     torch.manual_seed(recipe.seed)
     examiner = build_examiner(job, world.device)
     number_format = examiner.number_format
@@ -241,7 +359,7 @@ def build_learner(job: Job, world: World) -> Learner:
     make_optimizer = job.parts.optimizer or (lambda g: build_optimizer(recipe.optimizer, g))
     return Learner(
         model=model,
-        shared=share_gradients(Compiled(model) if recipe.compile else model, world),
+        shared=team.share_gradients(Compiled(model) if recipe.compile else model),
         average=WeightAverage(model, recipe.ema) if averages else None,
         optimizer=make_optimizer(groups),
         loss=job.parts.loss or build_loss(recipe.loss),
@@ -282,7 +400,8 @@ def compile_ahead(learner: Learner, plan: Plan, start: int, world: World) -> Non
     coming = [span for span in plan.phases if span.first_step + span.num_steps > start]
     steps = {span.phase.image_px: plan.step(span.first_step) for span in coming}
     allow_programs(len(steps))
-    before = copy_to_cpu(learner.model.state_dict())  # a pass changes BatchNorm's statistics
+    state = learner.model.state_dict()  # a pass changes BatchNorm's statistics
+    before = {name: value.clone() for name, value in state.items()}
     for image_px, step in steps.items():
         number = plan.share_of(step, world.rank, world.size)[1]
         pixels = torch.zeros(number, image_px, image_px, 3, dtype=torch.uint8, device=world.device)
@@ -294,20 +413,12 @@ def compile_ahead(learner: Learner, plan: Plan, start: int, world: World) -> Non
     learner.model.load_state_dict(before)
 
 
-def make_step(
-    learner: Learner, batch: DeviceBatch, step: Step, world: World
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """One step of the optimizer, by the plan's hyperparameters.
-
-    Returns:
-        The sums of ``forward_backward``, and the loss scale that the step was made with.
-    """
+def update(learner: Learner, step: Step) -> None:
+    """The optimizer's step, by the plan's hyperparameters, with the gradients that are there."""
     set_hyperparameters(learner.optimizer, step)
-    sums = forward_backward(learner, batch, step, world)
-    scale = learner.number_format.step(learner.optimizer, learner.clip_norm)
+    learner.number_format.step(learner.optimizer, learner.clip_norm)
     if learner.average:
         learner.average.update(learner.model, step.index + 1)
-    return sums, scale
 
 
 def forward_backward(
@@ -353,20 +464,22 @@ def _check_outputs(logits: Tensor, num_classes: int) -> None:
         )
 
 
-def find_start(job: Job, world: World, outside: Outside) -> tuple[int, int]:
+def find_start(job: Job, team: Team, outside: Outside) -> tuple[int, int]:
     """Where the newest whole checkpoint left the run.
 
     Returns:
-        (steps done, a number for this attempt that is larger than that of any before); the same
-        on every worker.
+        (steps done, a number for this attempt that is larger than that of any before), the same
+        on every worker. Of a team that forms in steps, each worker finds out for itself.
     """
+    if team.forms_in_steps:
+        return 0, job.attempt
     newest = None
-    if world.is_first:
+    if team.world.is_first:
         job.checkpoints.set_aside_after(outside.recorded_steps(), outside.say)
         newest = job.checkpoints.newest(outside.say)
         if newest is None and outside.recorded_steps() > 0:
             outside.say("warning: no whole checkpoint to go on from; starting again at step 0")
-    start, attempt = agree([newest.step if newest else 0, time.time_ns()], world)
+    start, attempt = team.agree([newest.step if newest else 0, time.time_ns()])
     return start, attempt
 
 
@@ -376,40 +489,80 @@ def restore(learner: Learner, checkpoint: Checkpoint) -> None:
     if learner.average:
         learner.average.model.load_state_dict(checkpoint.load_average())
     state = checkpoint.load_training()
-    learner.optimizer.load_state_dict(state["optimizer"])
+    load_optimizer_state(learner.optimizer, learner.model, state["optimizer"])
     learner.number_format.scaler.load_state_dict(state["scaler"])
 
 
+def restore_newest(learner: Learner, job: Job) -> int:
+    """Restore the newest checkpoint while others may go on training, and pruning.
+
+    Returns:
+        Steps done.
+    """
+    while (newest := job.checkpoints.newest(lambda _line: None)) is not None:
+        try:
+            restore(learner, newest)
+        except OSError:
+            if newest.path.exists():
+                raise
+            continue  # a newer one has taken its place
+        return newest.step
+    return 0
+
+
+def state_functions(
+    learner: Learner, meter: Meter, device: str
+) -> tuple[Callable[[], State], Callable[[State], None]]:
+    """What a worker gives to a peer that joins in mid-run, and how that one takes it."""
+    parts: list[tuple[str, Any]] = [
+        ("model", learner.model),
+        ("scaler", learner.number_format.scaler),
+    ]
+    if learner.average:
+        parts.append(("average", learner.average.model))
+
+    def give() -> State:
+        state = {name: part.state_dict() for name, part in parts}
+        optimizer = optimizer_state(learner.optimizer, learner.model)
+        return state | {"optimizer": optimizer, "meter": meter.state()}
+
+    def take(state: State) -> None:
+        for name, part in parts:
+            part.load_state_dict(state[name])
+        load_optimizer_state(learner.optimizer, learner.model, state["optimizer"])
+        meter.load(state["meter"], device)
+
+    return give, take
+
+
 def take_snapshot(learner: Learner, job: Job, step: Step, seconds: float) -> Snapshot:
-    """A copy of the state after a step, in CPU memory."""
-    recipe, plan = job.recipe, job.plan
+    """The state after a step. Its tensors are the live ones."""
+    plan = job.plan
     return Snapshot(
         step=step.index + 1,
         epoch=_epochs_done(plan, step),
         seconds=seconds,
-        image_px=recipe.validation.image_px or step.image_px,
         validate=plan.validates_after(step.index),
-        model=copy_to_cpu(learner.model.state_dict()),
+        model=learner.model.state_dict(),
         training={
-            "optimizer": _copy(learner.optimizer.state_dict()),
+            "optimizer": optimizer_state(learner.optimizer, learner.model),
             "scaler": learner.number_format.scaler.state_dict(),
         },
-        ema=copy_to_cpu(learner.average.model.state_dict()) if learner.average else None,
+        ema=learner.average.model.state_dict() if learner.average else None,
     )
 
 
 def validate_in_line(
-    learner: Learner, job: Job, step: Step, world: World, clock: Clock, threads: int
+    learner: Learner, job: Job, step: Step, team: Team, clock: Clock, threads: int
 ) -> ValidationRow:
     """Score what is trained on all validation images, shared by the workers; each gets the row."""
-    validation = job.recipe.validation
+    validation, world = job.recipe.validation, team.world
     offset, size = share(job.shards.num_images("val"), world.rank, world.size)
-    image_px = validation.image_px or step.image_px
-    images = validation_images(job, image_px, range(offset, offset + size))
+    images = validation_images(job, step, range(offset, offset + size))
     with clock.paused(validation.clock == "outside"):
         mine = [score_rows(learner.examiner, model, images, threads) for model in learner.models]
         sums = torch.tensor([s.as_list() for s in mine], dtype=torch.float64, device=world.device)
-        scores = Scores(*(Score(*row) for row in sum_over_workers(sums, world).tolist()))
+        scores = Scores(*(Score(*row) for row in team.add_up(sums).tolist()))
     return validation_row(scores, step.index + 1, _epochs_done(job.plan, step), clock.seconds())
 
 
@@ -426,7 +579,7 @@ def score_checkpoint(
         threads: CPU threads to decode with.
     """
     rows = range(job.shards.num_images("val"))
-    images = validation_images(job, checkpoint.image_px, rows)
+    images = validation_images(job, job.plan.step(checkpoint.step - 1), rows)
     examiner = build_examiner(job, device)
     states = [checkpoint.load_model()]
     if checkpoint.has_average:
@@ -438,18 +591,35 @@ def score_checkpoint(
     return Scores(*scores)
 
 
-def training_images(job: Job, world: World, outside: Outside) -> TrainingImages:
-    """This worker's part of the run, with the decoder that the recipe or the hardware chooses."""
+def training_batches(
+    job: Job, world: World, outside: Outside
+) -> Callable[[int, World], Iterator[Batch]]:
+    """What reads a worker's part of the run from a step on, whoever the worker then is.
+
+    The decoder is the one that the recipe or the hardware chooses.
+    """
     decoder = choose_decoder(job.recipe.input.decoder, world.device, outside.threads)
     if world.is_first:
         outside.say(f"decoder {decoder.name}, {outside.threads} at a time a worker")
-    return TrainingImages(job.shards, job.plan, world.rank, world.size, decoder)
+        largest = job.shards.sizes[-1]
+        most_px = max(phase.image_px for phase in job.recipe.phases)
+        if largest is not None and largest < most_px:
+            outside.say(
+                f"warning: images of {most_px} px are made of ones prepared at {largest} px; "
+                "prepare a larger size for sharper ones"
+            )
+    images = TrainingImages(job.shards, job.plan, world.rank, world.size, decoder)
+    return lambda step, seat: outside.batches(
+        replace(images, rank=seat.rank, world_size=seat.size), step
+    )
 
 
-def validation_images(job: Job, image_px: int, rows: range) -> ValidationImages:
-    """Validation rows as the recipe wants them seen."""
+def validation_images(job: Job, after: Step, rows: range) -> ValidationImages:
+    """Validation rows as the recipe wants them seen after a step."""
     validation = job.recipe.validation
-    return ValidationImages(job.shards, image_px, validation.crop_ratio, validation.batch, rows)
+    image_px = validation.image_px or after.image_px
+    view = View(image_px, validation.crop_ratio, after.rect_val)
+    return ValidationImages(job.shards, view, validation.batch, rows)
 
 
 def score_rows(
@@ -509,14 +679,3 @@ def _due(step: Step, every: int | None) -> bool:
 def _seed(seed: int, step: int, rank: int) -> int:
     """Of the model's own randomness, such as dropout: a function of the step, so never saved."""
     return ((seed * 1_000_003 + step) * 65_537 + rank) % 2**63
-
-
-def _copy(state: object) -> object:
-    """A deep copy of an optimizer's state dict with its tensors on the CPU."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: _copy(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copy(value) for value in state]
-    return state

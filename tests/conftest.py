@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.sets import write_set
+
 SHAPES = ("circle", "cross", "square", "stripes")
 
 
@@ -41,17 +43,10 @@ def drawn_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def drawn_set(
-    ray_local: None,
-    drawn_images: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Path:
+def drawn_set(drawn_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The drawn images as a ShardSet with sizes 16 and original, in blocks of 16 rows."""
-    from raytrain.orchestrate.prepare import PrepareOptions, prepare
-
     out = tmp_path_factory.mktemp("sets") / "drawn"
-    options = PrepareOptions(sizes=(16, None), block_rows=16, shard_images=70)
-    prepare(drawn_images, out, options, progress=False)
+    write_set(drawn_images, out)
     return out
 
 

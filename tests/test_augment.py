@@ -6,7 +6,14 @@ import torch
 from numpy.typing import NDArray
 from torchvision.transforms import RandomResizedCrop
 
-from raytrain.data.augment import CropRule, Windows, centre_windows, random_windows
+from raytrain.data.augment import (
+    CropRule,
+    Windows,
+    centre_rectangles,
+    centre_windows,
+    random_windows,
+    rectangle_shapes,
+)
 
 RULE = CropRule((0.08, 1.0), (3 / 4, 4 / 3), flip=True)
 
@@ -55,3 +62,44 @@ def test_centre_windows() -> None:
     assert windows.height.tolist() == windows.width.tolist() == [224, 224]
     assert windows.left.tolist() == [144, 16]
     assert windows.top.tolist() == [16, 38]
+
+
+@pytest.mark.parametrize("image_px", [24, 64, 100, 288])
+def test_rectangles_keep_the_aspect_ratio_within_half_a_unit(image_px: int) -> None:
+    rng = np.random.default_rng(1)
+    widths, heights = (rng.integers(image_px, 4 * image_px, 500) for _ in range(2))
+    shapes = rectangle_shapes(image_px, (widths, heights))
+    short, long = np.minimum(*shapes), np.maximum(*shapes)
+    assert (short == image_px).all()
+    assert (widths > heights)[shapes[1] > shapes[0]].all()
+    assert (widths < heights)[shapes[1] < shapes[0]].all()
+    ratio = np.maximum(widths, heights) / np.minimum(widths, heights)
+    unit = -(-image_px // 64) * 8
+    within = ratio < long.max() / image_px
+    assert (np.abs(long - image_px * ratio)[within] <= unit / 2 + 1e-9).all()
+    assert (long <= 2 * image_px).all()
+    assert len(set(long.tolist())) <= 9
+
+
+def test_rectangle_windows_are_centred_and_of_their_shapes_ratio() -> None:
+    sizes = (np.array([500, 375, 400, 90]), np.array([375, 500, 400, 900]))
+    shapes = rectangle_shapes(64, sizes)
+    assert list(zip(*(s.tolist() for s in shapes), strict=True)) == [
+        (64, 88),
+        (88, 64),
+        (64, 64),
+        (128, 64),
+    ]
+    windows = centre_rectangles(0.875, sizes, shapes)
+    assert not windows.flip.any()
+    np.testing.assert_allclose(windows.width / windows.height, shapes[1] / shapes[0], rtol=0.01)
+    for start, side, whole in (
+        (windows.top, windows.height, sizes[1]),
+        (windows.left, windows.width, sizes[0]),
+    ):
+        assert (np.abs(2 * start + side - whole) <= 1).all()
+        assert (side <= np.ceil(whole * 0.875)).all()
+    # the first shape is a little wider than its image; a square is what it always was
+    assert (windows.width[0], windows.height[0]) == (438, 318)
+    square = centre_windows(0.875, sizes)
+    assert (windows.width[2], windows.height[2]) == (square.width[2], square.height[2])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -17,6 +19,7 @@ from typer.testing import CliRunner
 from raytrain.bench.contenders import StoredImages, crops_by, crops_by_torchvision, jpeg_libraries
 from raytrain.bench.input import FLOOR, IMAGE_PX, OURS, BenchOptions, bench_input
 from raytrain.bench.measure import Spread, images_per_core_second, ratios
+from raytrain.bench.memory import watched_memory
 from raytrain.bench.stream import measure_stream
 from raytrain.cli import app
 from raytrain.data.augment import Windows
@@ -164,7 +167,27 @@ def test_the_stream_is_measured_beside_bare_processes(
     assert speed.share.median == pytest.approx(speed.stream.median / speed.bare.median)
     assert speed.first_batch_s.median > 0
     assert speed.longest_gap.median >= 1
+    assert speed.memory.low > 50e6  # Python alone holds more
+    assert 0.3 < speed.memory_of_ten.median < 3
     console = Console(width=100)
     with console.capture() as captured:
         console.print(speed.table())
     assert "stream / bare" in captured.get()
+
+
+def test_memory_of_a_process_and_its_children_is_seen() -> None:
+    program = "held = bytearray(b'x') * 500_000_000; print(flush=True); input()"
+    with watched_memory() as before:
+        pass
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as child,
+        watched_memory() as peak,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        peak.look()
+        child.stdin.close()
+    assert 300e6 < peak.bytes - before.bytes < 800e6  # whatever else lives or ends meanwhile

@@ -123,7 +123,7 @@ def test_processes_that_start_together_fetch_each_block_once(
     processes = [start(FETCH_ALL, cache.folder, tmp_path / "log") for _ in range(3)]
     assert [line_of(process) for process in processes] == [b"ready\n"] * 3
     for process in processes:
-        process.communicate(b"go\n", timeout=60)
+        process.communicate(b"go\n", timeout=600)
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert sorted((tmp_path / "log").read_text().split()) == list("0123456789")
     assert int((cache.folder / "used").read_text()) == sum(held(cache).values())

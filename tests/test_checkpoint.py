@@ -1,12 +1,34 @@
 from __future__ import annotations
 
+import errno
+import json
+import os
+import signal
+import threading
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import checkpoint as _checkpoint
+from torch.multiprocessing.spawn import spawn
 
 from raytrain.errors import RaytrainError
-from raytrain.run.checkpoint import Checkpoint, CheckpointFolder, CheckpointWriter, Snapshot
+from raytrain.learn.optim import load_optimizer_state, optimizer_state
+from raytrain.run.checkpoint import (
+    LAST_TRIES,
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointWriter,
+    Snapshot,
+)
+from raytrain.run.tensors import join_state, split_state
+from tests.workers import plain_cnn
+
+dcp: Any = _checkpoint  # some of its public names are missing from its types
 
 
 def snapshot(step: int, validate: bool = False) -> Snapshot:
@@ -14,7 +36,6 @@ def snapshot(step: int, validate: bool = False) -> Snapshot:
         step=step,
         epoch=step / 10,
         seconds=1.5 * step,
-        image_px=32,
         validate=validate,
         model={"weight": torch.full((3, 2), float(step)), "count": torch.tensor(step)},
         training={"optimizer": {"state": {0: {"momentum_buffer": torch.ones(2)}}}, "scaler": {}},
@@ -32,13 +53,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     folder.write(snapshot(7))
     found, _ = newest(folder)
     assert found is not None
-    assert (found.step, found.epoch, found.seconds, found.image_px) == (7, 0.7, 10.5, 32)
+    assert (found.step, found.epoch, found.seconds) == (7, 0.7, 10.5)
     assert torch.equal(found.load_model()["weight"], torch.full((3, 2), 7.0))
     buffer = found.load_training()["optimizer"]["state"][0]["momentum_buffer"]
     assert torch.equal(buffer, torch.ones(2))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "checkpoint.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_passed_over_and_said(
     tmp_path: Path, name: str, damage: str
@@ -63,7 +84,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(
 def test_where_all_are_damaged_new_ones_are_still_kept(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=2)
     for step in (10, 20):
-        (folder.write(snapshot(step)).path / "training.pt").write_bytes(b"bad")
+        (folder.write(snapshot(step)).path / "training.safetensors").write_bytes(b"bad")
     found, warnings = newest(folder)
     assert found is None
     assert len(warnings) == 2
@@ -115,20 +136,265 @@ def test_checkpoints_that_the_record_does_not_know_are_set_aside(tmp_path: Path)
     assert (tmp_path / "unrecorded-step-00000030" / "model.safetensors").exists()
 
 
-def test_the_writer_raises_what_the_thread_met(tmp_path: Path) -> None:
+class Told:
+    """Listens to a writer."""
+
+    def __init__(self, folder: CheckpointFolder, max_failures: int | None = None) -> None:
+        self.written: list[int] = []
+        self.failed: list[tuple[int, str]] = []
+        self.writer = CheckpointWriter(
+            folder,
+            lambda checkpoint: self.written.append(checkpoint.step),
+            lambda step, reason: self.failed.append((step, reason)),
+            max_failures,
+        )
+
+    def write(self, step: int) -> None:
+        self.writer.write(snapshot(step), needed=True)
+
+
+def test_a_snapshot_may_change_once_it_was_taken(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=3)
+    told = Told(folder)
+    taken = snapshot(1)
+    told.writer.write(taken, needed=True)
+    taken.model["weight"] += 5
+    told.write(2)  # in the same host memory
+    told.writer.finish()
+    assert told.written == [1, 2]
+    assert folder.at(1).load_model()["weight"][0, 0] == 1
+    assert folder.at(2).load_model()["weight"][0, 0] == 2
+
+
+def test_failures_are_told_and_put_up_with(tmp_path: Path) -> None:
+    """The storage is away for two checkpoints, then back."""
+    home, away = tmp_path / "run", tmp_path / "away"
+    home.mkdir()
+    told = Told(CheckpointFolder(home / "checkpoints", 9), max_failures=2)
+    told.write(1)
+    told.writer.wait()
+    home.rename(away)
+    for step in (2, 3):
+        told.write(step)
+    told.writer.wait()
+    assert not home.exists()  # nothing grows where the storage isn't
+    away.rename(home)
+    told.write(4)
+    told.writer.finish()
+    assert told.written == [1, 4]
+    assert [step for step, _ in told.failed] == [2, 3]
+    assert "can't write checkpoint" in told.failed[0][1]
+    assert "No such file or directory" in told.failed[0][1]
+
+
+def test_more_failures_than_allowed_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    told: list[Checkpoint] = []
-    writer = CheckpointWriter(CheckpointFolder(tmp_path / "file" / "checkpoints", 2), told.append)
-    writer.write(snapshot(1))
+    told = Told(CheckpointFolder(tmp_path / "file" / "checkpoints", 2), max_failures=1)
+    told.write(1)
+    told.write(2)
+    with pytest.raises(RaytrainError, match=r"2 in a row; checkpoint.max_failures is 1"):
+        told.writer.wait()
+    assert told.written == []
+
+
+def test_the_last_checkpoint_must_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.run.checkpoint._RETRY_SECONDS", 0.01)
+    home = tmp_path / "run"
+    told = Told(CheckpointFolder(home / "checkpoints", 2))
+    told.write(1)
     with pytest.raises(RaytrainError, match="can't write checkpoint"):
-        writer.wait()
-    writer.close()
-    assert told == []
+        told.writer.finish()
+    assert [step for step, _ in told.failed] == [1] * LAST_TRIES
+    home.mkdir()
+    told.writer.finish()
+    assert told.written == [1]
 
 
-def test_nothing_pickled_is_executed(tmp_path: Path) -> None:
-    """training.pt is read with weights_only: an object from outside is refused."""
-    checkpoint = CheckpointFolder(tmp_path, 2).write(snapshot(1))
-    torch.save({"optimizer": Path("/")}, checkpoint.path / "training.pt")
-    with pytest.raises(Exception, match=r"[Ww]eights"):
-        checkpoint.load_training()
+@pytest.mark.parametrize("size", [150_000, 420_000])
+def test_no_room_in_the_middle_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The disk is full after so many bytes: in the weights, in the optimizer's state."""
+    left, write = size, os.write
+
+    def limited(descriptor: int, data: memoryview) -> int:
+        nonlocal left
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done = write(descriptor, data[:left])
+        left -= done
+        return done
+
+    folder = CheckpointFolder(tmp_path, keep=2)
+    large = replace(
+        snapshot(10), model={"w": torch.ones(100_000)}, training={"m": torch.ones(100_000)}
+    )
+    folder.write(large)
+    monkeypatch.setattr("raytrain.run.tensors.os.write", limited)
+    with pytest.raises(RaytrainError, match="No space left on device; make room"):
+        folder.write(replace(large, step=20))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+
+
+def _killed_while_it_writes(folder: CheckpointFolder, where: str) -> None:
+    def die(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    if where == "write":
+        os.write = die
+    else:
+        Path.rename = die  # type: ignore[method-assign, assignment]
+    folder.write(snapshot(20))
+
+
+@pytest.mark.parametrize("where", ["write", "rename"])
+def test_a_kill_while_it_is_written_leaves_the_one_before(tmp_path: Path, where: str) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    folder.write(snapshot(10))
+    child = get_context("fork").Process(target=_killed_while_it_writes, args=(folder, where))
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL
+    found, warnings = newest(folder)
+    assert found is not None
+    assert (found.step, warnings) == (10, [])
+    assert folder.write(snapshot(20)).step == 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+
+
+def test_a_slow_storage_leaves_some_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps don't wait for it longer than BUSY_SECONDS, and the user is told once."""
+    free = threading.Event()
+    folder = CheckpointFolder(tmp_path, keep=9)
+    whole = folder.write_copy
+
+    def slow(copied: Any) -> Checkpoint:
+        assert free.wait(30)
+        return whole(copied)
+
+    monkeypatch.setattr(folder, "write_copy", slow)
+    told = Told(folder)
+    for step in (1, 2, 3):
+        told.writer.write(snapshot(step), needed=False)
+    assert [step for step, _ in told.failed] == [2]
+    free.set()
+    told.writer.wait()
+    told.writer.write(snapshot(4), needed=False)
+    told.writer.finish()
+    assert told.written == [1, 4]
+
+
+def test_a_storage_that_never_answers_ends_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytrain.run.checkpoint.STORAGE_SECONDS", 0.05)
+    free = threading.Event()
+    folder = CheckpointFolder(tmp_path, keep=9)
+    monkeypatch.setattr(folder, "write_copy", lambda _: free.wait(30))
+    told = Told(folder)
+    told.write(1)
+    with pytest.raises(RaytrainError, match="the storage hasn't written a checkpoint in"):
+        told.write(2)
+    free.set()
+
+
+def test_another_format_is_one_line(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, 2)
+    meta = folder.write(snapshot(1)).path / "checkpoint.json"
+    meta.write_text(meta.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(RaytrainError, match="has format 3, and this raytrain reads 2"):
+        newest(folder)
+
+
+def test_state_of_every_plain_kind() -> None:
+    state = {
+        "a": torch.ones(2),
+        1: [None, True, 2, 0.5, float("inf"), "x", (torch.zeros(()), [])],
+    }
+    tensors, rest = split_state(state, "s")
+    assert sorted(tensors) == ["s.1.6.0", "s.a"]
+    again = join_state(tensors, json.loads(json.dumps(rest, allow_nan=False)))
+    assert again["a"] is state["a"]
+    assert again[1][:6] == [None, True, 2, 0.5, float("inf"), "x"]
+    assert isinstance(again[1][6], tuple)
+    with pytest.raises(RaytrainError, match=r"can't hold s\.b: it is a PosixPath"):
+        split_state({"b": Path("/")}, "s")
+
+
+def test_an_optimizer_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    """Also with its parameters in another grouping, and images stored with the channels last."""
+
+    def start(groups: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = plain_cnn(4).to(memory_format=torch.channels_last)
+        params = list(model.parameters())
+        parts = [params] if groups == 1 else [params[1::2], params[::2]]
+        return model, torch.optim.SGD([{"params": p} for p in parts], lr=0.1, momentum=0.9)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3, 16, 16)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = start(1)
+    step(model, optimizer)
+    taken = replace(
+        snapshot(1),
+        model=model.state_dict(),
+        training={"optimizer": optimizer_state(optimizer, model)},
+    )
+    found = CheckpointFolder(tmp_path, 1).write(taken)
+    state = found.load_training()["optimizer"]
+    again, other = start(1)
+    again.load_state_dict(found.load_model())
+    load_optimizer_state(other, again, state)
+    for parameter in again.parameters():
+        assert other.state[parameter]["momentum_buffer"].stride() == parameter.stride()
+    step(model, optimizer)
+    step(again, other)
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _read_a_shard(rank: int, store: str, path: str) -> None:
+    """One of two processes that hold half of each tensor, read with torch's own reader."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    half = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
+    momentum = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(1)])
+    state = {"weight": half, "optimizer": {"state": {"weight": {"momentum_buffer": momentum}}}}
+    dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path))
+    full = torch.arange(12.0).view(6, 2)
+    assert torch.equal(half.to_local(), full[3 * rank : 3 * rank + 3])
+    assert torch.equal(momentum.to_local(), -full[:, rank : rank + 1])
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(dcp, "HuggingFaceStorageReader"), reason="an old torch")
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_torch_reads_it_whole_and_in_another_sharding(tmp_path: Path, workers: int) -> None:
+    full = torch.arange(12.0).view(6, 2)
+    taken = replace(
+        snapshot(1),
+        model={"weight": full},
+        training={"optimizer": {"state": {"weight": {"momentum_buffer": -full}}}},
+        ema={"weight": full + 1},
+    )
+    path = CheckpointFolder(tmp_path, 1).write(taken).path
+    if workers == 2:
+        spawn(_read_a_shard, args=(str(tmp_path / "store"), str(path)), nprocs=2)
+        return
+    momentum = {"momentum_buffer": torch.zeros(6, 2)}
+    state = {"weight": torch.zeros(6, 2), "optimizer": {"state": {"weight": momentum}}}
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert torch.equal(torch.as_tensor(state["weight"]), full)
+    assert torch.equal(momentum["momentum_buffer"], -full)

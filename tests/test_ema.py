@@ -60,7 +60,7 @@ def test_the_average_is_that_of_the_formula() -> None:
 def test_without_it_nothing_is_kept_or_told(drawn_set: Path, tmp_path: Path) -> None:
     recipe = recipe_with(ema={}, checkpoint={"keep": 9})
     run_inline(Job(recipe, ShardSet.open(drawn_set), tmp_path), "cpu", None)
-    assert list(tmp_path.glob("checkpoints/*/ema.safetensors")) == []
+    assert list(tmp_path.glob("checkpoints/*/ema")) == []
     rows = read_jsonl(tmp_path / "validations.jsonl")
     assert [(row["ema_top1"], row["ema_top5"]) for row in rows] == [(None, None)] * 3
 
@@ -76,7 +76,7 @@ def test_both_are_validated_and_the_average_is_what_is_kept(
     assert result.summary.top1 == rows[-1]["ema_top1"]
     best = max(rows, key=lambda row: row["ema_top1"])
     checkpoint = tmp_path / "checkpoints" / f"step-{best['step']:08d}"
-    average = load_file(checkpoint / "ema.safetensors")
+    average = load_file(checkpoint / "ema/model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(exported[key], average[key]) for key in average)
     raw = load_file(checkpoint / "model.safetensors")
@@ -116,7 +116,7 @@ def test_it_is_the_same_after_a_resume_with_other_workers(drawn_set: Path, tmp_p
 
 
 def newest_average(run_dir: Path) -> dict[str, torch.Tensor]:
-    return load_file(max(run_dir.glob("checkpoints/step-*")) / "ema.safetensors")
+    return load_file(max(run_dir.glob("checkpoints/step-*")) / "ema/model.safetensors")
 
 
 def test_the_average_shares_nothing_with_the_model() -> None:

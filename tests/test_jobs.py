@@ -17,7 +17,7 @@ from tests.hosts import PROGRAMS, ROOT, SHARED, Hosts, check, private_hosts, wai
 from tests.hosts.jobs import Jobs, write_folder
 from tests.sets import write_set
 
-pytestmark = pytest.mark.slow  # it installs sshd where it is missing, and takes minutes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]  # with apt-get, where sshd is missing
 
 NOISE = re.compile(r"^\d{4}-\d\d-\d\d |\(\w+( pid=\d+)?\)|\x1b|INFO|Traceback")
 TOLD_TO_ALL = "PYTHON worker processes have been started on node"

@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
+from raytrain.data.reader import (
+    Batch,
+    TrainingImages,
+    ValidationImages,
+    View,
+    read_with_threads,
+)
 from raytrain.data.shards import ShardSet
 from raytrain.learn.loss import build_loss
 from raytrain.learn.precision import Normalizer, NumberFormat
@@ -130,7 +136,7 @@ def test_103_validation_images_give_the_same_score(
 
     def score(rank: int, workers: int, batch: int) -> Score:
         offset, size = share(103, rank, workers)
-        images = ValidationImages(shards, 14, 0.875, batch, range(offset, offset + size))
+        images = ValidationImages(shards, View(14, 0.875), batch, range(offset, offset + size))
         return examiner.score(model, read_with_threads(images, images.units(), 1))
 
     whole = score(0, 1, 103)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from raytrain.orchestrate.mailbox import Mailbox
+
+STEP = SimpleNamespace(step=0)
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -22,10 +25,11 @@ class Asked:
         return ray.get(getattr(self._actor, method).remote(*args, **more))
 
     def kinds(self) -> list[str]:
-        return [message.kind for message in self("take")]
+        return [message.kind for message in self("take") if message.kind != "worker"]
 
     def start_group(self, world_size: int) -> int:
-        group: int = self("enter")
+        self("open")
+        group: int = self("enter", "a machine", 0, 1234, "here")
         self("begin", group, 0, world_size)
         return group
 
@@ -45,10 +49,32 @@ def test_a_group_that_was_given_up_is_not_heard() -> None:
     assert mailbox.kinds() == ["warn"]
 
 
-def test_workers_that_are_gone_without_a_word_are_a_fault_and_more_workers_are_none() -> None:
+def test_workers_that_are_gone_without_a_word_are_a_fault_and_those_that_hand_over_are_none() -> (
+    None
+):
     mailbox = Asked()
     mailbox.start_group(2)
     mailbox.start_group(1)
     assert mailbox.kinds() == ["begin", "fault", "begin"]
+    mailbox("hand_over")
+    assert mailbox("put", 1, "warn", "heard"), "it should stop"
+    assert mailbox("ended", 100) == (True, False)
     mailbox.start_group(3)
-    assert mailbox.kinds() == ["begin"]
+    assert mailbox.kinds() == ["warn", "begin"]
+    assert mailbox("ended", 100) == (True, True)
+
+
+def test_a_restart_is_told_in_its_parts() -> None:
+    mailbox = Asked()
+    first = mailbox.start_group(2)
+    mailbox("put", first, "metrics", [STEP])
+    assert mailbox.kinds() == ["begin", "metrics"]
+    mailbox("lost_peer", first)
+    second = mailbox.start_group(1)
+    mailbox("put", second, "metrics", [STEP])
+    mailbox("put", second, "metrics", [STEP])
+    messages = {message.kind: message for message in mailbox("take") if message.kind != "worker"}
+    assert sorted(messages) == ["begin", "fault", "metrics", "restarted"]
+    [parts] = messages["restarted"].args
+    assert sorted(parts) == ["begun_s", "entered_s", "opened_s", "stepped_s"]
+    assert all(0 <= seconds < 60 for seconds in parts.values())

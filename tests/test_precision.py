@@ -18,7 +18,7 @@ from raytrain.recipe.plan import Plan
 from raytrain.recipe.types import Precision, Recipe
 from raytrain.run.checkpoint import CheckpointFolder
 from raytrain.run.history import read_jsonl
-from raytrain.run.meter import Meter
+from raytrain.run.meter import Meter, tally
 from raytrain.train import Job
 from raytrain.world import World
 from tests.workers import train_with
@@ -41,7 +41,8 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_goes_down() -> None:
     scales = []
     for factor in (1.0, float("inf"), 1.0):
         number_format.scaler.scale((weight * factor).sum()).backward()
-        scales.append(number_format.step(optimizer).item())
+        scales.append(number_format.scale().item())
+        number_format.step(optimizer)
     assert scales == [1024.0, 1024.0, 512.0]
     assert torch.equal(weight.detach(), torch.full((2,), -1.0))  # two steps, not three
 
@@ -99,14 +100,15 @@ class Steps:
             {"epochs": 1, "image_px": 16, "batch": 4},
         ]
         self.plan = Plan(recipe_with(phases=phases, **sections), 160)
-        self.meter = Meter(self.plan, World(), 0.0)
+        self.meter = Meter(self.plan, 0.0)
 
     def tell(self, scales: list[float], losses: list[float] | None = None, start: int = 0) -> None:
         for i, scale in enumerate(scales):
             loss = torch.tensor(losses[i] if losses else 1.0)
             sums = (loss, torch.tensor(1))
-            self.meter.add(self.plan.step(start + i), sums, 0.0, 1.0 + i, torch.tensor(scale))
-        self.meter.rows(stop=False)
+            told = tally(sums, 0.0, torch.tensor(scale), 1.0 + i, False, World())
+            self.meter.add(self.plan.step(start + i), 1, told)
+        self.meter.rows(lambda tallies: tallies)
 
 
 FP16 = {"dtype": "fp16", "loss_scale": 1024.0}

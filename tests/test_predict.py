@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from raytrain.cli import app
@@ -20,7 +22,7 @@ from raytrain.predict.constants import IMAGENET_IMAGES, MACHINES, SOFTWARE, Mach
 from raytrain.predict.decode import MEASURED, DecodeCost, stored_px
 from raytrain.predict.model import Forecast, Site, forecast, forecasts
 from raytrain.predict.quote import Request, quote
-from raytrain.predict.show import counts_shown
+from raytrain.predict.show import counts_shown, told
 from raytrain.recipe.load import recipe_from_dict
 from raytrain.recipe.plan import Plan
 from raytrain.recipe.types import Recipe
@@ -395,3 +397,16 @@ def test_prediction_needs_neither_torch_nor_ray() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_table_of_many_nodes_is_cut_nowhere() -> None:
+    phases = [(2, 96, 131_072), (2, 224, 131_072)]
+    made = quote(recipe(*phases), Request(AWS, machine="modelarts-8xV100", nodes=1024))
+    out = io.StringIO()
+    Console(width=80, file=out).print(told(made))
+    lines = out.getvalue().splitlines()
+    assert "\u2026" not in out.getvalue()
+    (head,) = (line for line in lines if line.strip().startswith("nodes "))
+    counts = [int(word) for word in head.split()[1:]]
+    assert counts[-1] == 1024
+    assert len(counts) >= 4

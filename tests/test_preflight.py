@@ -16,6 +16,7 @@ from rich.console import Console
 
 from raytrain.data.shards import ShardSet
 from raytrain.errors import RaytrainError
+from raytrain.inline import check_kernels
 from raytrain.orchestrate import node_report
 from raytrain.orchestrate import preflight as module
 from raytrain.orchestrate.node_report import Gpu, NodeReport, Probe, examine, gloo_fault, nccl_fault
@@ -23,12 +24,12 @@ from raytrain.orchestrate.preflight import (
     ask,
     differences,
     gpu_faults,
-    kernel_fault,
     preflight,
     shortages,
     table,
 )
 from raytrain.recipe.load import load_recipe
+from raytrain.run.kernels import kernel_fault
 from raytrain.train import Job
 
 V100 = Gpu("Tesla V100-SXM2-16GB", "570.195.03", (7, 0))
@@ -198,9 +199,8 @@ def test_a_clock_apart_is_a_fault(skew: float, said: str) -> None:
 
 
 def test_a_v100_needs_a_torch_with_kernels_for_it() -> None:
-    versions = VERSIONS | {"cuda": "12.8"}
-    assert kernel_fault(V100, CU128, versions) is None
-    fault = kernel_fault(V100, CU130, versions)
+    assert kernel_fault(V100.name, V100.capability, CU128, "2.10.0") is None
+    fault = kernel_fault(V100.name, V100.capability, CU130, "2.14.1")
     assert fault is not None
     assert "torch 2.14.1 has no kernels for its Tesla V100-SXM2-16GB (sm_70)" in fault
     assert "constraints-v100.txt" in fault
@@ -222,8 +222,19 @@ def test_a_v100_needs_a_torch_with_kernels_for_it() -> None:
 def test_kernels_and_capabilities(
     capability: tuple[int, int], archs: list[str], runs: bool
 ) -> None:
-    gpu = Gpu("G", "580.1", capability)
-    assert (kernel_fault(gpu, archs, VERSIONS) is None) == runs
+    assert (kernel_fault("G", capability, archs, "2.14.1") is None) == runs
+
+
+def test_the_inline_engine_refuses_such_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: V100.name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: V100.capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(CU130))
+    with pytest.raises(RaytrainError, match=r"^--device cuda:0: .*constraints-v100.txt"):
+        check_kernels("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: list(CU128))
+    check_kernels("cuda:0")
 
 
 @pytest.mark.parametrize(

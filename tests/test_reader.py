@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raytrain.data.reader import Batch, TrainingImages, ValidationImages, read_with_threads
+from raytrain.data.reader import (
+    Batch,
+    TrainingImages,
+    ValidationImages,
+    View,
+    read_with_threads,
+)
 from raytrain.data.shards import ShardSet
 from raytrain.recipe.load import recipe_from_dict
 from raytrain.recipe.plan import Plan, share
@@ -87,7 +93,31 @@ def test_validation_images_come_once_whoever_shares_them(
     seen: list[Batch] = []
     for rank in range(workers):
         offset, size = share(103, rank, workers)
-        images = ValidationImages(shards, 24, 1.0, batch, range(offset, offset + size))
+        images = ValidationImages(shards, View(24, 1.0), batch, range(offset, offset + size))
         seen += read_with_threads(images, images.units(), 2)
     assert sorted(np.concatenate([b.rows for b in seen]).tolist()) == list(range(103))
     assert max(len(b.rows) for b in seen) <= batch
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("batch", [4, 64])
+def test_rectangles_are_batched_by_shape_and_do_not_depend_on_who_reads_them(
+    shards: ShardSet, workers: int, batch: int
+) -> None:
+    seen: dict[int, np.ndarray] = {}
+    for rank in range(workers):
+        offset, size = share(103, rank, workers)
+        view = View(24, 0.875, rectangular=True)
+        images = ValidationImages(shards, view, batch, range(offset, offset + size))
+        for found in read_with_threads(images, images.units(), 2):
+            assert len(found.rows) <= batch
+            seen |= dict(zip(found.rows.tolist(), found.pixels, strict=True))
+    assert sorted(seen) == list(range(103))
+    alone = ValidationImages(shards, View(24, 0.875, rectangular=True), 1000, range(103))
+    shapes = set()
+    for whole in alone.read([0]):
+        shapes.add(whole.pixels.shape[1:3])
+        assert min(whole.pixels.shape[1:3]) == 24
+        for row, pixels in zip(whole.rows.tolist(), whole.pixels, strict=True):
+            np.testing.assert_array_equal(pixels, seen[row])
+    assert len(shapes) > 2, "the drawn images have several aspect ratios"

@@ -14,7 +14,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
 def test_the_worked_example_runs_as_a_script(drawn_set: Path, tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (script,) = re.findall(r"```python\n(# my_train\.py\n.*?)```", README, re.DOTALL)
     inline = script.replace("model=tiny_cnn,", 'model=tiny_cnn, engine="inline",')
     assert inline != script
     (tmp_path / "my_train.py").write_text(inline)
@@ -46,5 +46,5 @@ def test_every_recipe_loads_and_says_what_it_is() -> None:
 
 def test_the_make_targets_and_options_exist() -> None:
     makefile = (Path(__file__).parents[1] / "Makefile").read_text()
-    for target in re.findall(r"\bmake (\w[\w-]*)", README):
+    for target in re.findall(r"(?:^ {4}|`)make (\w[\w-]*)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

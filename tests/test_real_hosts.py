@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,21 @@ import yaml
 
 from raytrain.run.audit import used_rows
 from raytrain.run.history import read_jsonl
-from tests.hosts import PROGRAMS, ROOT, SHARED, Hosts, answers, check, private_hosts, wait_for
+from tests.hosts import (
+    PROGRAMS,
+    ROOT,
+    SHARED,
+    Hosts,
+    Phases,
+    answers,
+    check,
+    private_hosts,
+    wait_for,
+)
 from tests.hosts.jobs import Jobs, write_folder
 from tests.sets import write_set
 
-pytestmark = pytest.mark.slow  # it installs sshd where it is missing, and takes minutes
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]  # with apt-get, where sshd is missing
 
 FILE = SHARED / "cluster.yaml"
 EPOCHS, STEPS_AN_EPOCH, IMAGES = 60, 6, 331
@@ -33,6 +42,7 @@ EPOCHS, STEPS_AN_EPOCH, IMAGES = 60, 6, 331
 class Cluster:
     hosts: Hosts
     jobs: Jobs
+    phases: Phases
 
     def nodes(self) -> int:
         """How many nodes live."""
@@ -58,20 +68,36 @@ def cluster_file(hosts: Hosts) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster(drawn_images: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def phases(request: pytest.FixtureRequest) -> Iterator[Phases]:
+    """What the tests of this file took, in a log file and on the terminal."""
+    phases = Phases(ROOT / "runs" / "real-hosts.log")
+    yield phases
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"\n{phases.file}:\n{phases.text()}")
+
+
+@pytest.fixture(scope="module")
+def cluster(
+    drawn_images: Path, tmp_path_factory: pytest.TempPathFactory, phases: Phases
+) -> Iterator[Cluster]:
     with private_hosts(tmp_path_factory.mktemp("hosts"), 3) as hosts:
+        phases.end("packages where missing, hosts with SSH")
         write_set(drawn_images, hosts.shared / "set")
         write_folder(hosts.shared / "work")
         (hosts.shared / "cluster.yaml").write_text(yaml.safe_dump(cluster_file(hosts)))
         check(hosts.at_desk("ray", "get-auth-token", "--generate"))
         up = ["env", "RAY_UP_enable_autoscaler_v2=0", "ray", "up", "--yes", str(FILE)]
         check(hosts.at_desk(*up), limit_s=180)
-        cluster = Cluster(hosts, Jobs(lambda command: hosts.at_desk(*command), SHARED / "work"))
+        phases.end("ray up")
+        jobs = Jobs(lambda command: hosts.at_desk(*command), SHARED / "work")
+        cluster = Cluster(hosts, jobs, phases)
         forward = hosts.at_desk("ray", "dashboard", FILE)
         with subprocess.Popen(forward, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as it:
             try:
                 wait_for(cluster.jobs.can_be_asked, 60)
-                wait_for(lambda: cluster.nodes() == 3, 120)
+                wait_for(lambda: cluster.nodes() == 3, 240)
+                phases.end("all nodes there")
                 yield cluster
             finally:
                 it.kill()
@@ -83,46 +109,53 @@ def test_who_has_no_token_is_refused(cluster: Cluster) -> None:
     status = ["ray", "status", "--address", "10.77.0.2:6379"]
     assert answers(cluster.hosts.at_desk(*status))
     assert not answers(cluster.hosts.at_desk("env", "RAY_AUTH_MODE=disabled", *status))
+    cluster.phases.end("asked with and without the token")
 
 
 def test_a_pulled_cable(cluster: Cluster) -> None:
     """The run goes on with the other host, takes this one back, and misses or repeats nothing."""
-    hosts, jobs = cluster.hosts, cluster.jobs
+    hosts, jobs, phases = cluster.hosts, cluster.jobs, cluster.phases
     run_dir = hosts.shared / "run"
     train = ["raytrain", "train", "mine.yaml", "--data", f"{SHARED}/set", "--workers", "1:2"]
     train += ["--run-dir", f"{SHARED}/run", "--set", f"phases.0.epochs={EPOCHS}"]
     train += ["--set", "validation.every_epochs=30", "--set", "checkpoint.every_steps=10"]
     jobs.submit("run", *train)
     wait_for(lambda: len(read_jsonl(run_dir / "metrics.jsonl")) >= 15, 180)  # one checkpoint, at 10
+    phases.end("job submitted, 15 steps on two hosts")
 
     hosts.cut(2)
-    began = time.monotonic()
     wait_for(lambda: sizes(run_dir) == [1], 120)
-    without = time.monotonic() - began
+    phases.end("cable pulled; on with one host")
 
     hosts.mend(2)
-    began = time.monotonic()
     wait_for(lambda: sizes(run_dir) == [1, 2], 180)
-    back = time.monotonic() - began
+    phases.end("cable in again; on with both")
 
     (hosts.shared / "hurry").touch()
     end = jobs.wait("run")
     assert (end["status"], end["driver_exit_code"]) == ("SUCCEEDED", 0), jobs.log("run")
     assert_whole(run_dir)
-    lost = [row["rows_dropped"] for row in events(run_dir, "recovery")]
-    print(
-        f"cable pulled: on with one host after {without:.0f} s; mended: with both after "
-        f"{back:.0f} s; logged steps made again: {lost}"
-    )
+    phases.end("rest of the run")
+    for what, recovery in zip(("cut", "return"), events(run_dir, "recovery"), strict=True):
+        phases.note(f"lost at the {what}: {lost(run_dir, recovery)}")
 
 
 def test_down_ends_the_head(cluster: Cluster) -> None:
     check(cluster.hosts.at_desk("ray", "down", "--yes", FILE))
     wait_for(lambda: not answers(cluster.hosts.on(0, "pgrep raylet || pgrep gcs_server")), 60)
+    cluster.phases.end("ray down")
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_jsonl(run_dir / "events.jsonl") if row["kind"] == kind]
+
+
+def lost(run_dir: Path, recovery: dict[str, Any]) -> str:
+    """What a recovery cost those who were there."""
+    steps, start = read_jsonl(run_dir / "metrics.jsonl"), recovery["step"]
+    pause = steps[start]["seconds"] - steps[start - 1]["seconds"]
+    again = recovery["rows_dropped"]
+    return f"{again} logged steps made again; {pause:.1f} s from step {start - 1} to the next"
 
 
 def sizes(run_dir: Path) -> list[int]:

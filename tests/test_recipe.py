@@ -140,7 +140,7 @@ def test_an_unknown_recipe_lists_the_known_ones(name: str) -> None:
             "zebra:",
             "my.yaml:13: zebra: unknown key; known here: model, seed, phases, schedule, optimizer, "
             "loss, augment, normalize, precision, compile, ema, memory, validation, target, "
-            "checkpoint, log, input, faults",
+            "checkpoint, log, input, faults, resize",
         ),
         ("    batch: 256\n", "", "my.yaml:4: phases[1].batch: missing; add it"),
         ("224", "true", "my.yaml:5: phases[1].image_px: must be a valid integer, is True"),

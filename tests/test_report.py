@@ -165,7 +165,7 @@ def test_a_run_beside_entries(tmp_path: Path) -> None:
     for step, top1 in ((3, 0.5), (6, 0.8)):
         record.validation(validation_row(step, top1))
     record.finish("target_reached", "", seconds=6.0)
-    text = text_of(comparison([tmp_path / "good"], [tmp_path / "good" / "dawnbench.json"]))
+    text = text_of(comparison([f"{tmp_path}/good"], [f"{tmp_path}/good/dawnbench.json"]))
     ours, theirs = (line for line in text.splitlines() if "6.0 s" in line)
     assert ours.split()[-2:] == theirs.split()[-2:]
     assert "$0.60" in ours

@@ -12,7 +12,7 @@ from raytrain.errors import RaytrainError
 from raytrain.inline import local_hardware
 from raytrain.recipe.load import recipe_from_dict
 from raytrain.run.checkpoint import Checkpoint, Snapshot
-from raytrain.run.history import read_history
+from raytrain.run.history import read_history, read_jsonl
 from raytrain.run.rows import ValidationRow
 from raytrain.session import Session
 from raytrain.train import Job, Parts
@@ -42,7 +42,6 @@ def write(job: Job, step: int) -> Checkpoint:
             step=step,
             epoch=float(step),
             seconds=float(step),
-            image_px=16,
             validate=True,
             model={"weight": torch.full((1,), float(step))},
             training={},
@@ -93,10 +92,15 @@ def test_a_validation_due_stays_due_until_it_is_written_down(job: Job) -> None:
     session = open_session(job)
     session.begin(0, 1, 0.0)
     write(job, 1)
-    (job.run_dir / "validations.jsonl").mkdir()
-    with pytest.raises(RaytrainError, match=r"cannot write .*validations.jsonl"):
-        session.validation(row(1, 0.5))
+    in_the_way = job.run_dir / "validations.jsonl"
+    in_the_way.mkdir()
+    session.validation(row(1, 0.5))
     assert [checkpoint.step for checkpoint in job.checkpoints.due()] == [1]
+    in_the_way.rmdir()
+    write(job, 2)
+    session.validation(row(2, 0.6))
+    assert job.checkpoints.due() == []
+    assert [r["step"] for r in read_jsonl(in_the_way)] == [1, 2]
 
 
 def test_one_command_at_a_time(job: Job) -> None:

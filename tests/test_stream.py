@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -81,6 +82,31 @@ class _Counted:
             before = now
             time.sleep(2)
         return now
+
+
+@dataclass(frozen=True)
+class _Warning:
+    """A decoder that logs a warning at each call, in the process that decodes."""
+
+    name: ClassVar[str] = "warning"
+    reads: ClassVar[bool] = True
+    in_worker: ClassVar[bool] = False
+
+    def decode(
+        self, jpegs: Sequence[bytes | memoryview], windows: Windows, image_px: int
+    ) -> Pixels:
+        logging.getLogger("raytrain.data.here").warning("%d images seen", len(jpegs))
+        return CpuDecoder().decode(jpegs, windows, image_px)
+
+
+def test_warnings_of_decoding_processes_reach_the_worker(
+    drawn_set: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = make_images(drawn_set, (14, 16, 331), decoder=_Warning())  # 12 steps a unit
+    assert len(list(open_stream(images, 0, 1))) == 14
+    seen = [r for r in caplog.records if r.getMessage() == "166 images seen"]
+    assert [r.name for r in seen].count("raytrain.orchestrate.stream") == 2
+    assert len(seen) == 14
 
 
 def test_a_slow_worker_holds_the_stream_back(drawn_set: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.data.shards import ShardSet
+from raytrain.parallel.team import FixedTeam
 from raytrain.recipe.types import Recipe
 from raytrain.run.checkpoint import Checkpoint
 from raytrain.run.history import read_jsonl
@@ -25,13 +27,17 @@ from raytrain.world import World
 
 
 def plain_cnn(num_classes: int) -> nn.Module:
-    """A model whose output for an image depends on that image alone."""
+    """A model whose output for an image depends on that image alone.
+
+    It is smooth, so that rounding stays rounding: where a sum in another order moves a value over
+    the edge of a ReLU, the gradient jumps, and losses differ by 1e-3 some hundred steps later.
+    """
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, stride=2, padding=1),
         nn.GroupNorm(2, 8),
-        nn.ReLU(),
+        nn.SiLU(),
         nn.Conv2d(8, 16, 3, stride=2, padding=1),
-        nn.ReLU(),
+        nn.SiLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(16, num_classes),
@@ -43,10 +49,27 @@ def eight_outputs(num_classes: int) -> nn.Module:
     return plain_cnn(num_classes and 8)
 
 
+def heavy_cnn(num_classes: int) -> nn.Module:
+    """A model of 8 MB that is quick to compute."""
+    wide = 250_000
+    return nn.Sequential(plain_cnn(4), nn.Linear(4, wide, bias=False), nn.Linear(wide, num_classes))
+
+
 def with_a_bug(num_classes: int) -> nn.Module:
     """A model whose making fails."""
     widths: dict[str, int] = {}
     return nn.Linear(num_classes, widths["outputs"])
+
+
+def crash(num_classes: int) -> nn.Module:
+    """A model whose making divides by zero."""
+    return nn.Linear(3, num_classes // 0)
+
+
+def death(num_classes: int) -> nn.Module:
+    """A model whose making kills the process, as the kernel does when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return nn.Linear(3, num_classes)
 
 
 @dataclass
@@ -78,8 +101,12 @@ class Told:
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         assert checkpoint.path.exists()
 
-    def validation(self, row: ValidationRow) -> None:
+    def checkpoint_failed(self, step: int, reason: str) -> None:
+        self.warnings.append(f"step {step}: {reason}")
+
+    def validation(self, row: ValidationRow) -> bool:
         self.validations.append(row)
+        return False
 
     def say(self, message: str) -> None:
         self.warnings.append(message)
@@ -101,7 +128,7 @@ def train_with(
     Rank 0's rows are appended to metrics.jsonl and validations.jsonl of ``run_dir``.
     """
     store = run_dir.parent / f"{run_dir.name}-store-{os.urandom(4).hex()}"
-    store.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     job = Job(recipe, ShardSet.open(shards), run_dir, parts)
     if workers == 1:
         _worker(0, 1, job, stop_after, store)  # in this process: nothing to wait for
@@ -116,7 +143,7 @@ def _worker(rank: int, workers: int, job: Job, stop_after: int | None, store: Pa
         dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=workers)
     told = Told(stop_after, recorded=len(read_jsonl(job.run_dir / "metrics.jsonl")))
     try:
-        train(job, World(rank=rank, size=workers), told)
+        train(job, FixedTeam(World(rank=rank, size=workers)), told)
     except Exception:
         traceback.print_exc()
         raise

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +22,14 @@ from raytrain.bench.contenders import (
     jpeg_libraries,
     pixels_by,
 )
-from raytrain.bench.measure import Pass, Spread, images_per_core_second, ratios
+from raytrain.bench.measure import (
+    Pass,
+    Spread,
+    images_per_core_second,
+    ratios,
+    this_machine,
+    versions_of,
+)
 from raytrain.bench.stream import StreamSpeed, measure_stream
 from raytrain.data.decode_cpu import CpuDecoder
 from raytrain.data.decode_dali import DaliDecoder, dali_installed
@@ -33,7 +38,6 @@ from raytrain.data.shards import MANIFEST, ShardSet, Size, size_name
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.prepare import PrepareOptions, prepare
 from raytrain.run.format import rate
-from raytrain.run.record import cpu_model
 
 IMAGE_PX = (224, 128, 96)
 OURS = "raytrain cpu"
@@ -114,7 +118,7 @@ class Ratio:
 class InputReport:
     """What was measured, on what."""
 
-    machine: dict[str, str | int]
+    machine: dict[str, str | int | float]
     versions: dict[str, str]
     images: int
     rows: tuple[Row, ...]
@@ -143,8 +147,8 @@ def bench_input(where: str, options: BenchOptions) -> InputReport:
         rates = images_per_core_second(cases, options.repeats, options.seconds)
         stream = measure_stream(shards, options.repeats) if options.stream else None
     return InputReport(
-        machine=_machine(),
-        versions=_versions(),
+        machine=this_machine(),
+        versions=versions_of(_PACKAGES),
         images=len(next(iter(stored.values())).jpegs),
         rows=tuple(Row(case, Spread.of(values)) for case, values in rates.items()),
         ratios=tuple(_ratios(shards, rates)),
@@ -222,15 +226,6 @@ def _ratios(shards: ShardSet, rates: dict[Case, list[float]]) -> Iterator[Ratio]
             is_floor = case == Case(FLOOR, size, None)
             if is_floor or (case.image_px == image_px and case.what != OURS):
                 yield Ratio(image_px, size, case, ratios(ours, values))
-
-
-def _machine() -> dict[str, str | int]:
-    return {"cpu": cpu_model(), "cores": os.cpu_count() or 1}
-
-
-def _versions() -> dict[str, str]:
-    installed = {d.name.lower() for d in metadata.distributions()}
-    return {name: metadata.version(name) for name in _PACKAGES if name in installed}
 
 
 def tables(report: InputReport) -> Group:

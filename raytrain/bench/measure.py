@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
+
+from raytrain.run.record import cpu_model
 
 Pass = Callable[[], int]
 """Does some work once; gives how many images that were."""
@@ -36,6 +40,21 @@ class Spread:
         """Summarise at least one value."""
         known = list(values)
         return cls(statistics.median(known), min(known), max(known))
+
+    def times(self, factor: float) -> Spread:
+        """The same in another unit; the factor is positive."""
+        return Spread(self.median * factor, self.low * factor, self.high * factor)
+
+
+def this_machine() -> dict[str, str | int | float]:
+    """What a measurement ran on, and how busy it was with other work."""
+    return {"cpu": cpu_model(), "cores": os.cpu_count() or 1, "load": round(os.getloadavg()[0], 1)}
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those of the packages that are installed."""
+    installed = {d.name.lower() for d in metadata.distributions()}
+    return {name: metadata.version(name) for name in packages if name in installed}
 
 
 def images_per_core_second(

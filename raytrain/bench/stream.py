@@ -8,16 +8,17 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 from threading import Barrier
 
 from rich.table import Table
 
-from raytrain.bench.measure import Spread
+from raytrain.bench.measure import Spread, ratios
+from raytrain.bench.memory import watched_memory
 from raytrain.data.reader import Batch, TrainingImages
-from raytrain.data.shards import ShardSet
+from raytrain.data.shards import ShardSet, Split
 from raytrain.orchestrate.cluster import ensure_ray
 from raytrain.orchestrate.stream import open_stream
 from raytrain.recipe.load import recipe_from_dict
@@ -41,6 +42,8 @@ class StreamSpeed:
         first_batch_s: seconds from opening the stream to the first batch, with Ray up.
         longest_gap: longest time between two batches over the median one, for a trainer that uses
             80 % of the stream's speed, over epochs at 96 px and then at 128 px in smaller batches.
+        memory: most memory that this process and Ray's held while a stream ran, in bytes.
+        memory_of_ten: the same with ten times the images over with these.
     """
 
     bare: Spread
@@ -48,6 +51,8 @@ class StreamSpeed:
     share: Spread
     first_batch_s: Spread
     longest_gap: Spread
+    memory: Spread
+    memory_of_ten: Spread
 
     def table(self) -> Table:
         """For a person."""
@@ -60,6 +65,8 @@ class StreamSpeed:
             ("stream / bare", self.share, 2),
             ("seconds to the first batch", self.first_batch_s, 2),
             ("longest gap / median batch time", self.longest_gap, 2),
+            ("most memory, MB", self.memory.times(1e-6), 0),
+            ("with 10 times the images / with these", self.memory_of_ten, 2),
         ):
             values = (spread.median, spread.low, spread.high)
             table.add_row(name, *(f"{value:,.{digits}f}" for value in values))
@@ -70,20 +77,40 @@ def measure_stream(shards: ShardSet, repeats: int, seconds: float = TURN_SECONDS
     """Measure in turns of some seconds: bare processes, the stream, and a trainer's gaps."""
     cores = os.cpu_count() or 1
     ensure_ray()
-    images = _images(shards, [(128, 128)], 3 * seconds * _TOP_SPEED * cores)
+    number = 3 * seconds * _TOP_SPEED * cores
+    images = _images(shards, [(128, 128)], number)
+    ten = _images(_ten_times(shards), [(128, 128)], number)
     turns = []
     for _ in range(repeats):
         bare = _bare_speed(images, cores, seconds)
-        speed, first = _stream_speed(images, cores, seconds)
-        turns.append((bare, speed, first, _longest_gap(shards, speed, cores, seconds)))
-    bares, speeds, firsts, gaps = zip(*turns, strict=True)
+        with watched_memory() as peak:
+            speed, first = _stream_speed(images, cores, seconds)
+        with watched_memory() as peak_of_ten:
+            _stream_speed(ten, cores, seconds)
+        gap = _longest_gap(shards, speed, cores, seconds)
+        turns.append((bare, speed, first, gap, peak.bytes, peak_of_ten.bytes))
+    bares, speeds, firsts, gaps, peaks, peaks_of_ten = zip(*turns, strict=True)
     return StreamSpeed(
         bare=Spread.of(bares),
         stream=Spread.of(speeds),
         share=Spread.of(s / b for s, b in zip(speeds, bares, strict=True)),
         first_batch_s=Spread.of(firsts),
         longest_gap=Spread.of(gaps),
+        memory=Spread.of(peaks),
+        memory_of_ten=ratios(peaks_of_ten, peaks),
     )
+
+
+def _ten_times(shards: ShardSet) -> ShardSet:
+    """A set whose training split holds the same files ten times."""
+    train = shards.manifest.splits["train"]
+    larger = Split(
+        num_images=10 * train.num_images,
+        class_counts=tuple(10 * count for count in train.class_counts),
+        shards=train.shards * 10,
+    )
+    splits = {**shards.manifest.splits, "train": larger}
+    return replace(shards, manifest=shards.manifest.model_copy(update={"splits": splits}))
 
 
 def _images(shards: ShardSet, phases: list[tuple[int, int]], images: float) -> TrainingImages:

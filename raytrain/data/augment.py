@@ -93,6 +93,49 @@ def centre_windows(crop_ratio: float, sizes: tuple[Ints, Ints]) -> Windows:
     return Windows((height - side) // 2, (width - side) // 2, side, side, no_flip)
 
 
+def rectangle_shapes(image_px: int, sizes: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
+    """The pixels that images keep their aspect ratio in: fast.ai's rectangular validation.
+
+    The short side has ``image_px`` pixels; the long side is the one of a few lengths that is next
+    to the image's own ratio, so that many images share a shape and go through the model together:
+    multiples of an eighth of ``image_px`` (rounded up to whole 8s), at most twice ``image_px``.
+    An image's shape depends on no other image.
+
+    Args:
+        image_px: the short side.
+        sizes: (widths, heights) of the images in pixels, each of shape (n,).
+
+    Returns:
+        (heights, widths), each of shape (n,).
+    """
+    width, height = sizes
+    ratio = np.maximum(width, height) / np.minimum(width, height)
+    unit = -(-image_px // 64) * 8
+    longer = np.rint(image_px * (ratio - 1) / unit) * unit
+    long = image_px + _ints(np.clip(longer, 0, image_px // unit * unit))
+    short = np.full_like(long, image_px)
+    lies = width > height
+    return np.where(lies, short, long), np.where(lies, long, short)
+
+
+def centre_rectangles(
+    crop_ratio: float, sizes: tuple[Ints, Ints], shapes: tuple[Ints, Ints]
+) -> Windows:
+    """The largest centred windows of some shapes' aspect ratios, inside ``crop_ratio`` of both
+    sides of their images.
+
+    Args:
+        crop_ratio: share of each side, in (0, 1].
+        sizes: (widths, heights) of the images in pixels, each of shape (n,).
+        shapes: (heights, widths) that the windows will be resized to, each of shape (n,).
+    """
+    width, height = sizes
+    scale = np.minimum(width / shapes[1], height / shapes[0]) * crop_ratio
+    w = np.maximum(1, _ints(np.rint(shapes[1] * scale)))
+    h = np.maximum(1, _ints(np.rint(shapes[0] * scale)))
+    return Windows((height - h) // 2, (width - w) // 2, h, w, np.zeros(len(w), dtype=np.bool_))
+
+
 def _ints(a: NDArray[np.float64]) -> Ints:
     return a.astype(np.int64)
 

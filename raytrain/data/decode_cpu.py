@@ -36,7 +36,13 @@ class CpuDecoder:
         self, jpegs: Sequence[bytes | memoryview], windows: Windows, image_px: int
     ) -> Pixels:
         """As `raytrain.data.decode.Decoder` says."""
-        out = np.empty((len(jpegs), image_px, image_px, 3), dtype=np.uint8)
+        return self.decode_to((image_px, image_px), jpegs, windows)
+
+    def decode_to(
+        self, shape: tuple[int, int], jpegs: Sequence[bytes | memoryview], windows: Windows
+    ) -> Pixels:
+        """The same for any (height, width); gives (n, height, width, 3)."""
+        out = np.empty((len(jpegs), *shape, 3), dtype=np.uint8)
         top, left = windows.top.tolist(), windows.left.tolist()
         bottom = (windows.top + windows.height).tolist()
         right = (windows.left + windows.width).tolist()
@@ -54,8 +60,7 @@ class CpuDecoder:
 
 def _resize(crop: Pixels, out: Pixels) -> None:
     """Resize into ``out``: averaging areas where the crop shrinks, else bilinear."""
-    height, width = crop.shape[:2]
-    px = len(out)
-    shrinks = min(height, width) >= px and max(height, width) > _ANTIALIAS_FROM * px
+    factors = (crop.shape[0] / out.shape[0], crop.shape[1] / out.shape[1])
+    shrinks = min(factors) >= 1 and max(factors) > _ANTIALIAS_FROM
     how = cv2.INTER_AREA if shrinks else cv2.INTER_LINEAR
-    cv2.resize(crop, (px, px), dst=out, interpolation=how)
+    cv2.resize(crop, (out.shape[1], out.shape[0]), dst=out, interpolation=how)

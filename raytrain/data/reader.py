@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +20,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from raytrain.data.augment import CropRule, Windows, centre_windows, random_windows
+from raytrain.data.augment import (
+    CropRule,
+    Windows,
+    centre_rectangles,
+    centre_windows,
+    random_windows,
+    rectangle_shapes,
+)
 from raytrain.data.decode import DamagedImageError, Decoder, Pixels
 from raytrain.data.decode_cpu import CpuDecoder
 from raytrain.data.order import BlockLayout, Order, Rows
@@ -29,6 +37,7 @@ from raytrain.recipe.plan import Plan, Step
 
 _UNIT_BYTES = 16 << 20  # most pixels decoded by one task, for memory's sake
 _UNIT_IMAGES = 512  # most images decoded by one task: enough to hide what starting it costs
+_GROUP_BATCHES = 4  # rows of this many batches are sorted by shape together
 _CACHE_BYTES = 256 << 20  # compressed blocks kept by each process that reads
 
 
@@ -38,7 +47,8 @@ class Batch:
 
     Attributes:
         step: the step's number.
-        pixels: uint8, shape (n, image_px, image_px, 3), RGB.
+        pixels: uint8, shape (n, image_px, image_px, 3), RGB; where validation images keep their
+            aspect ratio, (n, height, width, 3).
         labels: int64, shape (n,).
         rows: int64, shape (n,): which rows of the training split these are.
     """
@@ -117,10 +127,9 @@ class TrainingImages:
             rows = self.rows(step)
             stored = self._fetch(self.shards.size_for(step.image_px), rows)
             rule = CropRule(step.crop_area, augment.aspect, augment.flip)
-            windows = random_windows(
-                rule, self.plan.recipe.seed, step.epoch, rows, (stored.widths, stored.heights)
-            )
-            pixels = _decode(self.decoder, stored, windows, step.image_px, rows)
+            windows = random_windows(rule, self.plan.recipe.seed, step.epoch, rows, stored.sizes)
+            with _naming_damaged(rows):
+                pixels = self.decoder.decode(stored.jpegs, windows, step.image_px)
             yield Batch(s, pixels, stored.labels, rows)
 
     def _fetch(self, size: Size, rows: Rows) -> _Stored:
@@ -130,23 +139,37 @@ class TrainingImages:
         return _Stored([memoryview(b"")] * len(rows), rows % len(self.shards.classes), ones, ones)
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """How validation images are seen.
+
+    Attributes:
+        image_px: side of the square, or short side of the rectangle, that the model sees.
+        crop_ratio: side of the centre crop as a share of the image's own.
+        rectangular: whether images keep their aspect ratio.
+    """
+
+    image_px: int
+    crop_ratio: float
+    rectangular: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class ValidationImages:
     """What one process validates on: rows of the validation split, in the set's own order.
 
-    Always decoded on the CPU, so that scores don't depend on how the training images are.
+    Always decoded on the CPU, so that scores don't depend on how the training images are. Images
+    that keep their aspect ratio are batched by shape.
 
     Attributes:
         shards: the data.
-        image_px: side of the images that the model sees.
-        crop_ratio: side of the centre crop as a share of the short side.
-        batch: images at a time.
+        view: how they are seen.
+        batch: most images at a time.
         rows: which rows.
     """
 
     shards: ShardSet
-    image_px: int
-    crop_ratio: float
+    view: View
     batch: int
     rows: range
 
@@ -155,17 +178,43 @@ class ValidationImages:
         return _StoredSplit(self.shards, "val")
 
     def read(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """The given batches; batch ``i`` holds rows ``i * batch`` to ``(i + 1) * batch``."""
-        size = self.shards.size_for(self.image_px)
+        """The given groups of rows: group ``i`` has rows ``i * group`` to ``(i + 1) * group``, in
+        one batch, or in some for each shape of its images."""
+        size = self.shards.size_for(self.view.image_px)
         for i in steps:
-            rows = np.asarray(self.rows[i * self.batch : (i + 1) * self.batch], dtype=np.int64)
+            rows = np.asarray(self.rows[i * self._group : (i + 1) * self._group], dtype=np.int64)
             stored = self._stored.fetch(size, rows)
-            windows = centre_windows(self.crop_ratio, (stored.widths, stored.heights))
-            pixels = _decode(CpuDecoder(), stored, windows, self.image_px, rows)
-            yield Batch(i, pixels, stored.labels, rows)
+            if self.view.rectangular:
+                yield from self._by_shape(i, stored, rows)
+            else:
+                px = self.view.image_px
+                windows = centre_windows(self.view.crop_ratio, stored.sizes)
+                yield self._batch(i, stored, rows, (px, px), windows)
 
     def units(self) -> list[range]:
-        return [range(i, i + 1) for i in range(-(-len(self.rows) // self.batch))]
+        return [range(i, i + 1) for i in range(-(-len(self.rows) // self._group))]
+
+    @property
+    def _group(self) -> int:
+        return self.batch * (_GROUP_BATCHES if self.view.rectangular else 1)
+
+    def _by_shape(self, i: int, stored: _Stored, rows: Rows) -> Iterator[Batch]:
+        heights, widths = rectangle_shapes(self.view.image_px, stored.sizes)
+        for height, width in sorted(set(zip(heights.tolist(), widths.tolist(), strict=True))):
+            (alike,) = np.nonzero((heights == height) & (widths == width))
+            for first in range(0, len(alike), self.batch):
+                some = alike[first : first + self.batch]
+                part, shape = stored.some(some), (heights[some], widths[some])
+                windows = centre_rectangles(self.view.crop_ratio, part.sizes, shape)
+                yield self._batch(i, part, rows[some], (height, width), windows)
+
+    @staticmethod
+    def _batch(
+        i: int, stored: _Stored, rows: Rows, shape: tuple[int, int], windows: Windows
+    ) -> Batch:
+        with _naming_damaged(rows):
+            pixels = CpuDecoder().decode_to(shape, stored.jpegs, windows)
+        return Batch(i, pixels, stored.labels, rows)
 
 
 def read_with_threads(
@@ -204,6 +253,16 @@ class _Stored:
     widths: NDArray[np.int64]
     heights: NDArray[np.int64]
 
+    @property
+    def sizes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(widths, heights)."""
+        return self.widths, self.heights
+
+    def some(self, at: NDArray[np.int64]) -> _Stored:
+        """The rows at these positions."""
+        jpegs = [self.jpegs[i] for i in at]
+        return _Stored(jpegs, self.labels[at], self.widths[at], self.heights[at])
+
 
 class _StoredSplit:
     """A split of a ShardSet, read block by block."""
@@ -235,11 +294,10 @@ class _StoredSplit:
         return _cache.get(key, lambda: _open(self._shards.read_block(self._split, size, block)))
 
 
-def _decode(
-    decoder: Decoder, stored: _Stored, windows: Windows, image_px: int, rows: Rows
-) -> Pixels:
+@contextmanager
+def _naming_damaged(rows: Rows) -> Iterator[None]:
     try:
-        return decoder.decode(stored.jpegs, windows, image_px)
+        yield
     except DamagedImageError as error:
         raise RaytrainError(
             f"the image in row {rows[error.position]} is damaged ({error}); "

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from raytrain.data.decode import Pixels
-from raytrain.data.reader import Batch, TrainingImages, ValidationImages
+from raytrain.data.reader import Batch, TrainingImages, ValidationImages, View
 from raytrain.data.shards import ShardSet
 from raytrain.errors import RaytrainError
 from raytrain.recipe.plan import Plan
@@ -26,12 +26,12 @@ class Sheet:
 
     Attributes:
         title: what they are.
-        pixels: uint8, shape (n, image_px, image_px, 3), RGB.
+        pixels: n images, each uint8, shape (height, width, 3), RGB.
         names: the class of each.
     """
 
     title: str
-    pixels: Pixels
+    pixels: list[Pixels]
     names: list[str]
 
     def draw(self, path: Path) -> None:
@@ -40,9 +40,9 @@ class Sheet:
         Raises:
             RaytrainError: it can't be written.
         """
-        scale = -(-_CELL_PX // self.pixels.shape[1])
-        side = self.pixels.shape[1] * scale
-        across, down = side + _GAP_PX, side + _GAP_PX + _TEXT_PX
+        scale = -(-_CELL_PX // min(min(image.shape[:2]) for image in self.pixels))
+        high, side = (max(image.shape[i] for image in self.pixels) * scale for i in range(2))
+        across, down = side + _GAP_PX, high + _GAP_PX + _TEXT_PX
         rows = -(-len(self.pixels) // _COLUMNS)
         head = 2 * _TEXT_PX
         sheet = Image.new("RGB", (_COLUMNS * across + _GAP_PX, head + rows * down), "white")
@@ -80,7 +80,7 @@ def training_sheet(shards: ShardSet, recipe: Recipe, phase: int, images: int) ->
         f"train, phase {phase}, epoch {step.epoch}: {step.image_px} x {step.image_px} px, crops of "
         f"{step.crop_area[0]:g} to {step.crop_area[1]:g} of the area"
     )
-    return _sheet(title, batch, shards, images)
+    return _sheet(title, [batch], shards, images)
 
 
 def validation_sheet(shards: ShardSet, recipe: Recipe, phase: int, images: int) -> Sheet:
@@ -89,17 +89,21 @@ def validation_sheet(shards: ShardSet, recipe: Recipe, phase: int, images: int) 
     Raises:
         RaytrainError: there is no such phase, or the set can't be read.
     """
-    image_px = recipe.validation.image_px or recipe.phases[_checked(recipe, phase)].image_px
-    ratio, number = recipe.validation.crop_ratio, shards.num_images("val")
+    chosen = recipe.phases[_checked(recipe, phase)]
+    image_px = recipe.validation.image_px or chosen.image_px
+    view = View(image_px, recipe.validation.crop_ratio, chosen.rect_val)
+    number = shards.num_images("val")
     rows = range(0, number, max(1, number // images))[:images]
-    batch = next(ValidationImages(shards, image_px, ratio, images, rows).read([0]))
-    title = f"val, phase {phase}: {image_px} x {image_px} px, centre crop {ratio:g} of the side"
-    return _sheet(title, batch, shards, images)
+    batches = list(ValidationImages(shards, view, images, rows).read([0]))
+    shape = f"short side {image_px} px" if view.rectangular else f"{image_px} x {image_px} px"
+    title = f"val, phase {phase}: {shape}, centre crop {view.crop_ratio:g} of the side"
+    return _sheet(title, batches, shards, images)
 
 
-def _sheet(title: str, batch: Batch, shards: ShardSet, images: int) -> Sheet:
-    names = [shards.classes[label] for label in batch.labels[:images]]
-    return Sheet(title, batch.pixels[:images], names)
+def _sheet(title: str, batches: list[Batch], shards: ShardSet, images: int) -> Sheet:
+    pixels = [image for batch in batches for image in batch.pixels][:images]
+    labels = [label for batch in batches for label in batch.labels][:images]
+    return Sheet(title, pixels, [shards.classes[label] for label in labels])
 
 
 def _checked(recipe: Recipe, phase: int) -> int:

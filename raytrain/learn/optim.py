@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from raytrain.learn.layerwise import Lamb, Lars
@@ -67,3 +67,35 @@ def set_hyperparameters(optimizer: Optimizer, step: Step) -> None:
             group["momentum"] = step.momentum
         elif "betas" in group:
             group["betas"] = (step.momentum, group["betas"][1])
+
+
+def optimizer_state(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """An optimizer's state dict with the names of parameters for their numbers.
+
+    So it is the same for any grouping and sharding of them, and torch.distributed.checkpoint finds
+    ``state.<parameter>.<key>``. The tensors are the live ones.
+    """
+    state, names = optimizer.state_dict(), _names(optimizer, model)
+    groups = [g | {"params": [names[i] for i in g["params"]]} for g in state["param_groups"]]
+    by_name = {names[i]: of_parameter for i, of_parameter in state["state"].items()}
+    return {"state": by_name, "param_groups": groups}
+
+
+def load_optimizer_state(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Load what ``optimizer_state`` gave, into the memory order of the parameters at hand."""
+    numbers = {name: i for i, name in enumerate(_names(optimizer, model))}
+    groups = [g | {"params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]]
+    by_number = {numbers[name]: of_parameter for name, of_parameter in state["state"].items()}
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    for parameter, of_parameter in optimizer.state.items():
+        for key, value in of_parameter.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                ordered = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+                of_parameter[key] = ordered.copy_(value)
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """Each parameter's name in the model, in the order of the optimizer's own numbers."""
+    of = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [of.get(id(p), f"parameter-{i}") for i, p in enumerate(parameters)]

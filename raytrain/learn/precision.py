@@ -40,7 +40,11 @@ class NumberFormat:
         lower = self._dtype is not torch.float32
         return torch.autocast(self._device_type, dtype=self._dtype, enabled=lower)
 
-    def step(self, optimizer: Optimizer, clip_norm: float | None = None) -> Tensor:
+    def scale(self) -> Tensor:
+        """The loss scale, a scalar on the device: to look at it would wait for the device."""
+        return self.scaler.scale(self._one)
+
+    def step(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
         """Make the optimizer's step and clear the gradients.
 
         With fp16, a step whose gradients overflowed is left out, and the scale goes down.
@@ -49,12 +53,7 @@ class NumberFormat:
             optimizer: whose gradients are those of the whole step, so the mean over all workers.
             clip_norm: most that the norm of all gradients may be; larger ones are scaled down
                 (Pascanu et al. 2012).
-
-        Returns:
-            The loss scale that the step was made with, a scalar on the device: to look at the
-            number would wait for the device.
         """
-        scale = self.scaler.scale(self._one)
         if clip_norm is not None:
             self.scaler.unscale_(optimizer)
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -62,7 +61,6 @@ class NumberFormat:
         self.scaler.step(optimizer)
         self.scaler.update()
         optimizer.zero_grad()
-        return scale
 
     def place(self, model: nn.Module, device: str) -> nn.Module:
         """The model on the device, in the memory format of the recipe."""

@@ -15,7 +15,7 @@ from raytrain.run.rows import Hardware
 LOCAL_WORKERS_PER_CORE = 4  # more CPU workers than that on one machine only get in each other's way
 
 
-def ensure_ray(verbose: bool = False, workers: int = 1) -> None:
+def ensure_ray(verbose: bool = False, workers: int = 1, spare: int = 0) -> None:
     """Connect to Ray, once in a process.
 
     With ``RAY_ADDRESS`` set, as in a Ray job, that cluster is used. Else a Ray of our own is
@@ -26,6 +26,7 @@ def ensure_ray(verbose: bool = False, workers: int = 1) -> None:
     Args:
         verbose: show Ray's own log and the prints of worker processes.
         workers: training workers that a Ray of our own must have room for.
+        spare: CPU slots that it must have beside them.
 
     Raises:
         RaytrainError: the cluster can't be reached.
@@ -49,7 +50,7 @@ def ensure_ray(verbose: bool = False, workers: int = 1) -> None:
         else:
             ray.init(
                 address="local",
-                num_cpus=max(cores, workers),
+                num_cpus=max(cores, workers + spare),
                 include_dashboard=False,
                 log_to_driver=verbose,
                 logging_level=level,

@@ -2,13 +2,13 @@
 
 Each node looks at itself (`examine`): its versions and GPUs, whether it reaches the run directory
 and the data, its network names, its disks. The driver compares. Nodes that join later are not
-looked at. A collective between the workers is theirs to try, not done here.
+looked at. The workers time an all-reduce among them as they form (`launch.run_worker`): they have
+the process group and torch, which a fresh process on each node would load for seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import time
 import uuid
@@ -23,6 +23,7 @@ from rich.table import Table
 
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.node_report import Gpu, NodeReport, Probe, examine
+from raytrain.run.kernels import kernel_fault
 
 if TYPE_CHECKING:
     from raytrain.train import Job  # a node that looks at itself needn't load torch
@@ -185,7 +186,7 @@ def gpu_faults(reports: Sequence[NodeReport], archs: Sequence[str]) -> list[str]
     for report in with_gpus:
         for gpu in report.gpus:
             fault = (
-                kernel_fault(gpu, archs, report.versions)
+                kernel_fault(gpu.name, gpu.capability, archs, report.versions["torch"])
                 or _driver_fault(gpu, report.versions)
                 or _unlike_fault(gpu, with_gpus[0])
             )
@@ -193,36 +194,6 @@ def gpu_faults(reports: Sequence[NodeReport], archs: Sequence[str]) -> list[str]
                 faults.append(f"node {report.node}: {fault}")
                 break  # its other GPUs would say the same
     return faults
-
-
-def kernel_fault(gpu: Gpu, archs: Sequence[str], versions: Mapping[str, str]) -> str | None:
-    """Why torch can't compute on a GPU: its wheel has no kernels for it."""
-    if not archs or any(_runs_on(arch, gpu.capability) for arch in archs):
-        return None
-    sm = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
-    mend = (
-        "install with cluster/constraints-v100.txt (torch 2.10.0, the last on the ordinary index "
-        "that has them)"
-        if gpu.capability == (7, 0)
-        else "install a torch that has them"
-    )
-    return (
-        f"torch {versions['torch']} has no kernels for its {gpu.name} ({sm}), only for "
-        f"{', '.join(archs)}; {mend}"
-    )
-
-
-def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether code for `arch` runs: sm_XY from X.Y to the end of X, compute_XY on all later."""
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", arch)
-    if match is None:
-        return False
-    target = int(match[2]), int(match[3])
-    if match[4]:  # sm_90a: for that one GPU
-        return target == capability
-    if match[1] == "compute":
-        return target <= capability
-    return target[0] == capability[0] and target[1] <= capability[1]
 
 
 def _driver_fault(gpu: Gpu, versions: Mapping[str, str]) -> str | None:

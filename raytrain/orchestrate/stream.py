@@ -5,15 +5,24 @@ what is to be read, in units of some steps each; others, as many at a time as th
 read, decode and crop a unit each in processes of their own. The next epochs, image sizes and batch
 sizes are simply the next units. Ray Data runs the tasks, moves their pixels and keeps their order.
 
+Starting the tasks' processes takes seconds, most of it imports. So the worker decodes the first
+unit itself, with threads, while they start.
+
 A gate keeps the list a few units ahead of the worker. So the stream's start and its memory depend
 on nothing but the number of decoders: at most ``2 * decoders + 1`` units of 64 MiB of pixels
-(or one step, where that is more) are being decoded or wait to be used.
+(or one step, where that is more) are being decoded or wait to be used, and at first as many steps
+more as there are decoders.
+
+What a decoding process logs as a warning (a damaged block, a cache that can't be written) comes
+along with its pixels and is logged again by the worker, which the user hears.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any
 
@@ -25,15 +34,17 @@ from numpy.typing import NDArray
 from ray.data import DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
+from raytrain.orchestrate.gate import gate_beside_me
 
 # Starting a task and handing over an object each cost milliseconds of CPU time, whatever their
 # size. These sizes make that a few per cent of the decoding.
 _UNIT_IMAGES = 2048
 _UNIT_BYTES = 64 << 20
 _OBJECT_BYTES = 32 << 20
+
+_log = logging.getLogger(__name__)
 
 
 def open_stream(images: TrainingImages, start: int, decoders: int) -> Iterator[Batch]:
@@ -50,19 +61,41 @@ def open_stream(images: TrainingImages, start: int, decoders: int) -> Iterator[B
     if images.decoder.in_worker:
         yield from read_with_threads(images, images.units(start), decoders)
         return
-    if start >= images.plan.num_steps:
+    mine = next(images.units(start, _UNIT_IMAGES, _UNIT_BYTES), None)
+    if mine is None:
+        return
+    # Serialised here, before its threads of decoding change what it keeps of the files read.
+    stored = ray.put(images)
+    left = range(mine.stop, images.plan.num_steps)
+    tables = _tables(stored, left, decoders)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="raytrain-stream") as starting:
+            first = starting.submit(next, tables, None)
+            yield from read_with_threads(images, [range(s, s + 1) for s in mine], decoders)
+        table = first.result()
+        while table is not None:
+            yield from _to_batches(table)
+            table = next(tables, None)
+    finally:
+        tables.close()
+
+
+def _tables(
+    images: ray.ObjectRef[TrainingImages], steps: range, decoders: int
+) -> Generator[pa.Table, None, None]:
+    """What Ray Data's tasks make of the steps to the end of the run, in order."""
+    if not steps:
         return
     _configure(DataContext.get_current())
-    reference = ray.put(images)
     ahead = 2 * decoders + 1
-    gate = _gate_beside_me(ahead)
+    gate = gate_beside_me(ahead)
     listed = ray.data.read_datasource(
-        _OneTask(partial(_list_units, reference, start, ahead, gate)),
+        _OneTask(partial(_list_units, images, steps.start, ahead, gate)),
         num_cpus=0,
         override_num_blocks=1,
     )
     decoded = listed.map_batches(
-        partial(_decode_unit, reference),
+        partial(_decode_unit, images),
         batch_size=None,
         batch_format="pyarrow",
         zero_copy_batch=True,
@@ -77,7 +110,9 @@ def open_stream(images: TrainingImages, start: int, decoders: int) -> Iterator[B
         if unit > used:
             used = unit
             gate.open.remote(used + ahead)
-        yield from _to_batches(table)
+        for warning in table["warnings"][0].as_py():
+            _log.warning(warning)
+        yield table
 
 
 def _configure(context: DataContext) -> None:
@@ -111,38 +146,6 @@ class _OneTask(Datasource):
         return [ReadTask(self._read, metadata, per_task_row_limit=per_task_row_limit)]
 
 
-@ray.remote(num_cpus=0)
-class _Gate:
-    """Holds back whoever waits for a number until the gate is open up to it.
-
-    Args:
-        opened: numbers below this one may pass from the start.
-    """
-
-    def __init__(self, opened: int) -> None:
-        self._opened = opened
-        self._changed = asyncio.Event()
-
-    async def wait(self, number: int) -> int:
-        """Returns once ``number`` may pass: all below the result may."""
-        while number >= self._opened:
-            self._changed.clear()
-            await self._changed.wait()
-        return self._opened
-
-    async def open(self, below: int) -> None:
-        """Let all numbers below this one pass."""
-        self._opened = max(self._opened, below)
-        self._changed.set()
-
-
-def _gate_beside_me(opened: int) -> Any:
-    here = ray.get_runtime_context().get_node_id()
-    node = NodeAffinitySchedulingStrategy(here, soft=False)
-    make: Callable[..., Any] = _Gate.options(scheduling_strategy=node).remote  # type: ignore[attr-defined]
-    return make(opened)
-
-
 def _list_units(
     images: ray.ObjectRef[TrainingImages], start: int, opened: int, gate: Any
 ) -> Iterator[pa.Table]:
@@ -157,14 +160,38 @@ def _list_units(
 def _decode_unit(images: ray.ObjectRef[TrainingImages], listed: pa.Table) -> Iterator[pa.Table]:
     """A unit's batches, as many in each table as make an object large enough."""
     unit, first, end = (listed[name][0].as_py() for name in ("unit", "first", "end"))
+    warnings = _kept_warnings()
     group: list[Batch] = []
     for batch in _fetched(images).read(range(first, end)):
         group.append(batch)
         if sum(b.pixels.nbytes for b in group) >= _OBJECT_BYTES:
-            yield _to_table(unit, group)
+            yield _to_table(unit, group, warnings.take())
             group = []
     if group:
-        yield _to_table(unit, group)
+        yield _to_table(unit, group, warnings.take())
+
+
+class _Warnings(logging.Handler):
+    """Keeps the texts of raytrain's warnings until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: deque[str] = deque(maxlen=100)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        """The texts since the last call."""
+        return [self._texts.popleft() for _ in range(len(self._texts))]
+
+
+@lru_cache(maxsize=1)
+def _kept_warnings() -> _Warnings:
+    """Those of this process, from the first call on."""
+    kept = _Warnings()
+    logging.getLogger("raytrain").addHandler(kept)
+    return kept
 
 
 @lru_cache(maxsize=4)
@@ -173,7 +200,7 @@ def _fetched(images: ray.ObjectRef[TrainingImages]) -> TrainingImages:
     return fetched
 
 
-def _to_table(unit: int, batches: Sequence[Batch]) -> pa.Table:
+def _to_table(unit: int, batches: Sequence[Batch], warnings: list[str]) -> pa.Table:
     """Batches as one row, their arrays joined as bytes: nothing to unify between image sizes."""
     shapes = np.array([(b.step, len(b.labels), b.pixels.shape[1]) for b in batches])
     pixels, labels, rows = (
@@ -182,6 +209,7 @@ def _to_table(unit: int, batches: Sequence[Batch]) -> pa.Table:
     return pa.table(
         {
             "unit": [unit],
+            "warnings": pa.array([warnings], pa.list_(pa.string())),
             "shapes": _as_binary(shapes),
             "pixels": _as_binary(pixels),
             "labels": _as_binary(labels),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,6 +45,28 @@ def sum_over_workers(values: Tensor, world: World) -> Tensor:
     if world.size > 1:
         dist.all_reduce(values)
     return values
+
+
+def time_exchange(world: World, megabytes: int, repeats: int = 3) -> float:
+    """Seconds of an all-reduce over the workers, the least of some.
+
+    The first one, which makes the connections, isn't counted.
+
+    Args:
+        world: of two workers or more; all of them call this.
+        megabytes: of fp32 numbers, 1e6 bytes each.
+        repeats: how many are timed.
+    """
+    values = torch.zeros(megabytes * 250_000, device=world.device)
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        if values.is_cuda:
+            torch.cuda.synchronize(values.device)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_COLUMNS = 7  # numbers of nodes beside each other in 80 columns
+_WIDTH, _GAP = 80, 2  # of a terminal, and between columns
 _MARKS: dict[Limit, str] = {"GPU": " ", "exchange": "x", "decode": "d", "storage": "s"}
 _BLUE, _ORANGE, _GREY, _INK = "#1b62a5", "#d9822b", "#8a8f98", "#2b2f36"
 _COLORS = (_BLUE, _ORANGE, "#2a8f6d", "#b03a5b", "#6f56a8", "#7a6a3a", "#3aa6b9", "#55606e")
@@ -52,13 +53,13 @@ def _title(quote: Quote) -> str:
 def _phase_table(quote: Quote) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     for header in (
-        "phase",
+        "#",
         "px",
         "batch",
         "img/s\na GPU",
         "img/s\nin all",
         "GPU\nms",
-        "exchange\n(unhidden)",
+        "exchange\n(seen)",
         "decode\nms",
         "read\nms",
         "binds",
@@ -108,25 +109,41 @@ def _sums(quote: Quote) -> Iterator[str]:
 
 
 def _node_table(quote: Quote) -> Table:
-    runs = [quote.runs[nodes] for nodes in counts_shown(quote)]
+    names = [f"phase {index}, img/s" for index in range(len(quote.chosen.phases))]
+    names += ["start-up, s", "all, h:mm:ss"]
+    if quote.usd_per_node_hour is not None:
+        names.append("cost, USD")
+    names.append("efficiency")
+    columns = list(_columns_that_fit(quote, max(map(len, names))))
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("nodes", no_wrap=True)
-    for run in runs:
-        table.add_column(f"{run.nodes} ", justify="right", no_wrap=True)
-    for index in range(len(quote.chosen.phases)):
-        cells = [
-            f"{run.images_per_s(run.phases[index]):,.0f}{_MARKS[run.phases[index].step.limit]}"
-            for run in runs
-        ]
-        table.add_row(f"phase {index}, img/s", *cells)
-    table.add_row("start-up, s", *(f"{run.start_up:.1f} " for run in runs))
-    table.add_row("all, h:mm:ss", *(f"{_clock(run.seconds)} " for run in runs))
-    costs = [quote.cost(run) for run in runs]
-    if None not in costs:
-        table.add_row("cost, USD", *(f"{cost:,.2f} " for cost in costs))
-    shares = [runs[0].node_hours / run.node_hours for run in runs]
-    table.add_row("efficiency", *(f"{share:.2f} " for share in shares))
+    for nodes, _ in columns:
+        table.add_column(nodes, justify="right", no_wrap=True)
+    for name, *cells in zip(names, *(cells for _, cells in columns), strict=True):
+        table.add_row(name, *cells)
     return table
+
+
+def _columns_that_fit(quote: Quote, names_width: int) -> list[tuple[str, list[str]]]:
+    """Heads and cells of the table of nodes; the fewest nodes go where they make it too wide."""
+    counts = counts_shown(quote)
+    while True:
+        runs = [quote.runs[nodes] for nodes in counts]
+        columns = [(f"{run.nodes} ", list(_node_cells(quote, run, runs[0]))) for run in runs]
+        width = sum(_GAP + max(map(len, cells)) for _, cells in columns)
+        if names_width + width <= _WIDTH or len(counts) <= 2:
+            return columns
+        counts.remove(next(nodes for nodes in counts if nodes != quote.chosen.nodes))
+
+
+def _node_cells(quote: Quote, run: Forecast, fewest: Forecast) -> Iterator[str]:
+    for phase in run.phases:
+        yield f"{run.images_per_s(phase):,.0f}{_MARKS[phase.step.limit]}"
+    yield f"{run.start_up:.1f} "
+    yield f"{_clock(run.seconds)} "
+    if (cost := quote.cost(run)) is not None:
+        yield f"{cost:,.2f} "
+    yield f"{fewest.node_hours / run.node_hours:.2f} "
 
 
 def _clock(seconds: float) -> str:
@@ -136,6 +153,7 @@ def _clock(seconds: float) -> str:
 
 
 def _outcome(quote: Quote) -> Iterator[str]:
+    yield "Exchange: in milliseconds; in brackets what of it the backward pass doesn't hide."
     yield "What binds: x gradient exchange, d decode cores, s storage read, else the GPUs."
     yield "Efficiency: node hours of the fewest nodes over those of these."
     yield "Counted from machines that run already, and without the head."

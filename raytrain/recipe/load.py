@@ -61,6 +61,18 @@ def recipe_from_dict(d: Mapping[str, Any], overrides: Sequence[str] = ()) -> Rec
     return _build(dict(d), _Source("recipe"), overrides)
 
 
+def change_recipe(recipe: Recipe, values: Mapping[str, Any], where: str) -> Recipe:
+    """Return the recipe with the values at some paths such as `phases.0.batch` replaced.
+
+    A value may be a whole curve, as a list of pieces. `where` says in messages where the values
+    come from. Raises RaytrainError with one line: where, path, value, what is wrong.
+    """
+    data, source = recipe.model_dump(mode="json"), _Source(where)
+    for path, value in values.items():
+        data = source.replaced(data, _keys(path), value, f"{where}: {path} = {_shown(value)}")
+    return _validated(data, source)
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """Return the recipe as YAML with every default written out; loading it gives it back."""
     data = recipe.model_dump(mode="json")
@@ -155,12 +167,17 @@ class _Source:
     root: yaml.Node | None = None
     overrides: dict[Keys, str] = field(default_factory=dict)
 
+    def replaced(self, data: Any, path: Keys, value: Any, text: str) -> Any:
+        """Return `data` with the value at `path` replaced; `text` is how that was asked for."""
+        self.overrides[path] = text
+        return _replaced(data, path, value, text)
+
     def place(self, keys: Keys) -> str:
         """Return `--set a.b=c` or `file:line`, whichever the value of `keys` came from."""
         for path, text in reversed(self.overrides.items()):
             common = min(len(keys), len(path))
             if keys[:common] == path[:common]:
-                return f"--set {text}"
+                return text
         return f"{self.name}:{self._line(self.root, keys)}" if self.root else self.name
 
     @staticmethod
@@ -187,8 +204,11 @@ def _build(data: Any, source: _Source, overrides: Sequence[str]) -> Recipe:
         )
     for text in overrides:
         path, value = _parse_override(text)
-        data = _replaced(data, path, value, f"--set {text}")
-        source.overrides[path] = text
+        data = source.replaced(data, path, value, f"--set {text}")
+    return _validated(data, source)
+
+
+def _validated(data: Any, source: _Source) -> Recipe:
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -200,14 +220,20 @@ def _build(data: Any, source: _Source, overrides: Sequence[str]) -> Recipe:
 
 def _parse_override(text: str) -> tuple[Keys, Any]:
     path, equals, value = text.partition("=")
-    keys = re.sub(r"\[(\d+)\]", r".\1", path.strip()).split(".")
-    if not equals or not all(keys):
+    keys = _keys(path)
+    if not equals or "" in keys:
         raise RaytrainError(f"--set {text}: must be KEY=VALUE, such as phases.0.batch=64")
     try:
         parsed = yaml.load(value, _Loader)  # noqa: S506 (a SafeLoader)
     except (yaml.YAMLError, ValueError) as error:
         raise RaytrainError(f"--set {text}: {value!r} is not a valid YAML value") from error
-    return tuple(int(key) if key.isdecimal() else key for key in keys), parsed
+    return keys, parsed
+
+
+def _keys(path: str) -> Keys:
+    """Read `phases.1.batch` or `phases[1].batch` as ("phases", 1, "batch")."""
+    keys = re.sub(r"\[(\d+)\]", r".\1", path.strip()).split(".")
+    return tuple(int(key) if key.isdecimal() else key for key in keys)
 
 
 def _replaced(data: Any, path: Keys, value: Any, what: str) -> Any:

@@ -31,6 +31,8 @@ class Step:
     """Height and width of the images, in pixels."""
     crop_area: tuple[float, float]
     """Least and most of an image's area that a random crop keeps, shares in (0, 1]."""
+    rect_val: bool
+    """Whether validation images keep their aspect ratio after this step."""
     lr: float
     """Learning rate."""
     momentum: float
@@ -141,6 +143,7 @@ class Plan:
             epoch_progress=progress,
             image_px=span.phase.image_px,
             crop_area=span.phase.crop_area,
+            rect_val=span.phase.rect_val,
             lr=self.curves["lr"].at(progress) * lr_scale,
             momentum=self.curves["momentum"].at(progress),
             weight_decay=self.curves["weight_decay"].at(progress),

@@ -33,6 +33,7 @@ ValidationPlace = Literal["beside", "inline"]
 ValidationClock = Literal["counted", "outside"]
 CacheKind = Literal["disk", "ram", "none"]
 DamageRule = Literal["stop", "skip"]
+ElasticMode = Literal["restart", "step"]
 DecoderName = Literal["auto", "cpu", "dali_cpu", "dali_gpu", "synthetic"]
 
 
@@ -98,6 +99,9 @@ class Phase(Section):
     """Most images in one step, over all workers."""
     crop_area: ShareRange = (0.08, 1.0)
     """Least and most of an image's area that a random crop keeps, shares in (0, 1]."""
+    rect_val: bool = False
+    """Whether validation images keep their aspect ratio, up to 2:1, in validations after epochs of
+    this phase: their short side has the square's pixels. The model must take such images."""
 
 
 class Schedule(Section):
@@ -233,7 +237,9 @@ class Validation(Section):
     where: ValidationPlace = "beside"
     """`beside`: in an extra process while training goes on; `inline`: training waits."""
     image_px: PositiveInt | None = None
-    """Height and width of validation images, in pixels; null: those of the phase just trained."""
+    """Height and width of validation images, in pixels; null: those of the phase just trained. A
+    size above the last phase's is FixRes's test resolution (Touvron et al. 2019): random crops
+    show objects larger than centre crops do, by about 1.15."""
     crop_ratio: Share = 0.875
     """Side of the centre crop as a share of the resized image's short side, in (0, 1]."""
     batch: PositiveInt = 256
@@ -258,6 +264,9 @@ class Checkpoint(Section):
     """Save after each this many steps; null: only at validations."""
     keep: PositiveInt = 2
     """Newest checkpoints kept on disk."""
+    max_failures: NonNegativeInt | None = 5
+    """Checkpoints in a row that may fail (disk full, storage away) while training goes on, each
+    told at once. null: any number. The last one of a run must succeed."""
 
 
 class Log(Section):
@@ -299,8 +308,33 @@ class Input(Section):
 class Faults(Section):
     """What happens when workers die."""
 
+    elastic: ElasticMode = "restart"
+    """`restart`: when a worker is lost, all start again from the newest checkpoint. `step`: only
+    the step under way is made again, by those left (torchft); a new worker takes the lost one's
+    place as they go on."""
     max_restarts: NonNegativeInt = 3
     """Restarts from the newest checkpoint before the run gives up."""
+    hang_s: PositiveFloat = 20.0
+    """`elastic: step`: seconds that workers wait in a step for one that doesn't move before they go
+    on without it; it must be longer than any step. In both modes a worker that doesn't answer for
+    three times that is killed and replaced."""
+    wait_s: PositiveFloat = 600.0
+    """Seconds that a run waits for machines for the fewest workers that it needs, before it gives
+    up."""
+
+
+class Resize(Section):
+    """When a run with `--workers MIN:MAX` takes in machines that have joined. It does so once the
+    time that it saves is worth the restart, which is measured in each run."""
+
+    min_gain: NonNegativeFloat = 2.0
+    """Seconds that more workers must save (as if twice as many were twice as fast) for each second
+    of the restart."""
+    settle_s: NonNegativeFloat = 5.0
+    """Seconds without a further change before machines that have joined are taken in, so that
+    several cost one restart."""
+    rest_s: NonNegativeFloat = 60.0
+    """Seconds that a group runs at least before it is restarted for more workers."""
 
 
 class Recipe(Section):
@@ -343,11 +377,22 @@ class Recipe(Section):
     """How training images are read."""
     faults: Faults = Faults()
     """What happens when workers die."""
+    resize: Resize = Resize()
+    """When machines that have joined are taken in."""
 
     @property
     def num_epochs(self) -> int:
         """Epochs of the whole run."""
         return sum(phase.epochs for phase in self.phases)
+
+    @model_validator(mode="after")
+    def _steps_are_elastic_without_compile(self) -> Self:
+        if self.compile and self.faults.elastic == "step":
+            raise ValueError(
+                "compile: true compiles anew for each number of workers, which faults.elastic: "
+                "step changes at any step; leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_curves(self) -> Self:

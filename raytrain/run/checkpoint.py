@@ -1,62 +1,74 @@
 """Checkpoints: a folder for each, whole or not there at all.
 
     checkpoints/step-00000120/
-        model.safetensors    weights and buffers
-        ema.safetensors      the same of the averaged weights, where there is an average
-        training.pt          optimizer and loss scale (read with weights_only=True)
-        checkpoint.json      steps done, epoch, clock, and a SHA-256 of each file
-        validation-due       only while the validation of these weights is still to come
+        model.safetensors      weights and buffers
+        training.safetensors   the optimizer's tensors, by the names of their parameters
+        ema/model.safetensors  the averaged weights and their buffers, where there is an average
+        checkpoint.json        format, steps done, epoch, clock, the rest of the optimizer's state
+                               and of the loss scale, and a SHA-256 of each file
+        validation-due         only while the validation of these weights is still to come
 
-A checkpoint is written under another name and renamed when it is complete. There is no random
-state in it: all randomness of a run is a function of the step number.
+A checkpoint is written under another name, down to the disk, and renamed when it is complete. There
+is no random state in it: all randomness of a run is a function of the step number. Nothing in it is
+a pickle. Tensors are whole whatever the number of workers, and torch.distributed.checkpoint reads
+the folder as it is (``HuggingFaceStorageReader``), in any sharding.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from raytrain.errors import RaytrainError
+from raytrain.run.tensors import HostTensors, join_state, split_state
 
 _MODEL, _EMA, _TRAINING, _META, _DUE = (
     "model.safetensors",
-    "ema.safetensors",
-    "training.pt",
+    "ema/model.safetensors",
+    "training.safetensors",
     "checkpoint.json",
     "validation-due",
 )
+_FORMAT = 2
+
+BUSY_SECONDS = 0.1
+"""Longest that a step waits for the checkpoint before; after that its own is left out."""
+STORAGE_SECONDS = 600.0
+"""Longest that a run waits for its storage where it can't go on without the checkpoint."""
+LAST_TRIES = 3
+"""Attempts to write the checkpoint that a run ends or hands over with."""
+_RETRY_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """The state of a run after some steps, copied to CPU memory.
+    """The state of a run after some steps.
 
     Attributes:
         step: steps done.
         epoch: epochs done, with the fraction.
         seconds: training clock when it was taken.
-        image_px: side of validation images, in pixels.
         validate: whether these weights are to be validated.
         model: the model's state dict.
         ema: the averaged model's, or None without an average.
-        training: state dicts of the optimizer and of the loss scaler.
+        training: state dicts of the optimizer and of the loss scaler: tensors and plain values.
     """
 
     step: int
     epoch: float
     seconds: float
-    image_px: int
     validate: bool
     model: dict[str, Tensor]
     training: dict[str, Any]
@@ -71,7 +83,6 @@ class Checkpoint:
     step: int
     epoch: float
     seconds: float
-    image_px: int
 
     @property
     def validation_due(self) -> bool:
@@ -91,9 +102,8 @@ class Checkpoint:
 
     def load_training(self) -> dict[str, Any]:
         """The state dicts of the optimizer and of the loss scaler, on the CPU."""
-        state: dict[str, Any] = torch.load(
-            self.path / _TRAINING, map_location="cpu", weights_only=True
-        )
+        rest = json.loads((self.path / _META).read_text())["training"]
+        state: dict[str, Any] = join_state(load_file(self.path / _TRAINING), rest)
         return state
 
     def validated(self) -> None:
@@ -105,14 +115,6 @@ class Checkpoint:
         temporary = path.with_name(path.name + ".tmp")
         shutil.copyfile(self.path / (_EMA if self.has_average else _MODEL), temporary)
         temporary.replace(path)
-
-
-def copy_to_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A contiguous copy of a state dict in CPU memory, which later steps don't change."""
-    return {
-        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, value in state.items()
-    }
 
 
 class CheckpointFolder:
@@ -161,7 +163,12 @@ class CheckpointFolder:
     def _set_aside(self, path: Path, why: str) -> str:
         aside = path.with_name(f"{why}-{path.name}")
         shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise RaytrainError(
+                f"can't set {path} aside ({why}): {error.strerror}; give --run-dir rights and room"
+            ) from error
         return aside.name
 
     def at(self, step: int) -> Checkpoint:
@@ -179,32 +186,45 @@ class CheckpointFolder:
                 "machine of the cluster reaches"
             ) from error
 
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint after ``step`` steps, damaged or not."""
+        return self._path_of(step).exists()
+
     def due(self) -> list[Checkpoint]:
         """Whole checkpoints whose validation is still to come, oldest first."""
         return [_open(path.parent) for path in sorted(self.path.glob(f"step-*/{_DUE}"))]
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
+        """Copy and write a checkpoint here and now.
+
+        Raises:
+            RaytrainError: it can't be written; what was written before is untouched.
+        """
+        copied = _Copied()
+        copied.fill(snapshot)
+        return self.write_copy(copied)
+
+    def write_copy(self, copied: _Copied) -> Checkpoint:
         """Write a checkpoint and remove those no longer kept.
 
         Raises:
             RaytrainError: it can't be written; what was written before is untouched.
         """
-        final = self._path_of(snapshot.step)
+        final = self._path_of(copied.about["step"])
         temporary = self.path / f".{final.name}.tmp"
         try:
+            self.path.mkdir(exist_ok=True)  # not its parents: the storage may be away
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            save_file(snapshot.model, temporary / _MODEL)
-            if snapshot.ema is not None:
-                save_file(snapshot.ema, temporary / _EMA)
-            torch.save(snapshot.training, temporary / _TRAINING)
-            self._write_meta(temporary, snapshot)
+            temporary.mkdir()
+            copied.write(temporary)
             shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
             temporary.rename(final)
-        except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is any of these
+            _sync(self.path)
+        except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise RaytrainError(
-                f"can't write checkpoint {final}: {error}; make room or choose another --run-dir"
+                f"can't write checkpoint {final}: {error.strerror or error}; "
+                "make room or choose another --run-dir"
             ) from error
         self._prune()
         return _describe(final)
@@ -212,60 +232,201 @@ class CheckpointFolder:
     def _path_of(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"
 
-    def _write_meta(self, folder: Path, snapshot: Snapshot) -> None:
-        names = [name for name in (_MODEL, _EMA, _TRAINING) if (folder / name).exists()]
-        meta = {
-            "step": snapshot.step,
-            "epoch": snapshot.epoch,
-            "seconds": snapshot.seconds,
-            "image_px": snapshot.image_px,
-            "sha256": {name: _sha256(folder / name) for name in names},
-        }
-        (folder / _META).write_text(json.dumps(meta, indent=1))
-        if snapshot.validate:
-            (folder / _DUE).touch()
-
     def _prune(self) -> None:
         for path in sorted(self.path.glob("step-*"))[: -self._keep]:
             if not (path / _DUE).exists():
                 shutil.rmtree(path, ignore_errors=True)
 
 
+class _Copied:
+    """A snapshot in host memory of its own, which later snapshots use again."""
+
+    def __init__(self) -> None:
+        self.about: dict[str, Any] = {}
+        self._validate = False
+        self._files: dict[str, HostTensors] = {}
+
+    def fill(self, snapshot: Snapshot) -> None:
+        tensors, rest = split_state(snapshot.training)
+        parts = {_MODEL: snapshot.model, _TRAINING: tensors}
+        if snapshot.ema is not None:
+            parts[_EMA] = snapshot.ema
+        for name, part in parts.items():
+            self._files.setdefault(name, HostTensors()).fill(part)
+        if any(value.device.type == "cuda" for value in snapshot.model.values()):
+            torch.cuda.synchronize()
+        self.about = {
+            "format": _FORMAT,
+            "step": snapshot.step,
+            "epoch": snapshot.epoch,
+            "seconds": snapshot.seconds,
+            "training": rest,
+        }
+        self._validate = snapshot.validate
+
+    def write(self, folder: Path) -> None:
+        sha256 = {}
+        for name, tensors in self._files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            sha256[name] = tensors.write(folder / name)
+        with (folder / _META).open("w") as file:
+            json.dump(self.about | {"sha256": sha256}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if self._validate:
+            (folder / _DUE).touch()
+        _sync(folder)
+
+
 class CheckpointWriter:
-    """Writes checkpoints in a thread, one after another, while training goes on.
+    """Writes checkpoints in a thread, one at a time, while training goes on.
+
+    A step pays for a copy of its state in host memory. Where the storage is slower than the
+    checkpoints come, some are left out; where it takes none, training goes on without them, as
+    long as ``max_failures`` allows.
 
     Args:
         folder: where to.
         written: called in that thread with each checkpoint once it is whole.
+        failed: called with (steps done, what happened) where one isn't written, in either thread.
+        max_failures: checkpoints in a row that may fail; None: any number.
     """
 
-    def __init__(self, folder: CheckpointFolder, written: Callable[[Checkpoint], None]) -> None:
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        written: Callable[[Checkpoint], None],
+        failed: Callable[[int, str], None],
+        max_failures: int | None = None,
+    ) -> None:
         self._folder = folder
         self._written = written
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="raytrain-checkpoint")
-        self._last: Future[None] | None = None
+        self._failed = failed
+        self._max_failures = max_failures
+        self._copied = _Copied()
+        self._thread: threading.Thread | None = None
+        self._held: int | None = None  # steps done of a copy that isn't to be written yet
+        self._failures = 0
+        self._left_out = False
+        self._unwritten: RaytrainError | None = None
+        self._fatal: BaseException | None = None
 
-    def write(self, snapshot: Snapshot) -> None:
-        """Begin to write; waits for the one before, and raises what that one met."""
-        self.wait()
-        self._last = self._thread.submit(self._write, snapshot)
+    def write(self, snapshot: Snapshot, *, needed: bool) -> None:
+        """Copy a snapshot and begin to write it.
+
+        Args:
+            snapshot: its tensors may change once this returns.
+            needed: wait for the one before, however long. Else this one is left out where that
+                would take longer than ``BUSY_SECONDS``.
+
+        Raises:
+            RaytrainError: more failed than may, or the storage doesn't answer.
+        """
+        self._join(STORAGE_SECONDS if needed else BUSY_SECONDS)
+        if self._thread is not None:
+            if not self._left_out:  # the first of several in a row
+                self._failed(snapshot.step, "left out: the one before is still being written")
+            self._left_out = True
+            return
+        self._left_out, self._held = False, None
+        self._copied.fill(snapshot)
+        self._thread = threading.Thread(target=self._write, name="raytrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def hold(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot, and don't write it unless ``write_held`` asks for that.
+
+        Args:
+            snapshot: its tensors may change once this returns.
+        """
+        self._join(STORAGE_SECONDS)
+        self._copied.fill(snapshot)
+        self._held = snapshot.step
+
+    def write_held(self) -> None:
+        """Begin to write what is held, unless it is on the storage already: then tell of it."""
+        held, self._held = self._held, None
+        if held is None:
+            return
+        if self._folder.has(held):
+            self._written(self._folder.at(held))
+            return
+        self._thread = threading.Thread(target=self._write, name="raytrain-checkpoint", daemon=True)
+        self._thread.start()
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written now."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until nothing is being written, and raise what the last one met."""
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.result()
+        """Wait until nothing is being written.
+
+        Raises:
+            RaytrainError: more failed than may, or the storage doesn't answer.
+        """
+        self._join(STORAGE_SECONDS)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written; one that failed is tried again.
+
+        Raises:
+            RaytrainError: it can't be written.
+        """
+        self.wait()
+        for _ in range(LAST_TRIES - 1):
+            if self._unwritten is None:
+                return
+            time.sleep(_RETRY_SECONDS)
+            self._write()
+            self.wait()
+        if self._unwritten is not None:
+            raise self._unwritten
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        """Let what is being written come to its end, if it does so in ``STORAGE_SECONDS``."""
+        if self._thread is not None:
+            self._thread.join(STORAGE_SECONDS)
 
-    def _write(self, snapshot: Snapshot) -> None:
-        self._written(self._folder.write(snapshot))
+    def _join(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+            elif seconds == STORAGE_SECONDS:
+                raise RaytrainError(
+                    f"{self._folder.path}: the storage hasn't written a checkpoint in "
+                    f"{seconds:.0f} s; see to it, or choose another --run-dir"
+                )
+        if self._fatal is not None:
+            raise self._fatal
+
+    def _write(self) -> None:
+        """Write the copy; whatever it meets is kept for the loop's thread."""
+        step = self._copied.about["step"]
+        try:
+            checkpoint = self._folder.write_copy(self._copied)
+            self._failures, self._unwritten = 0, None
+            self._written(checkpoint)
+        except RaytrainError as error:
+            self._failures, self._unwritten = self._failures + 1, error
+            self._failed(step, str(error))
+            if self._max_failures is not None and self._failures > self._max_failures:
+                self._fatal = RaytrainError(
+                    f"{error} ({self._failures} in a row; checkpoint.max_failures is "
+                    f"{self._max_failures})"
+                )
+        except BaseException as error:
+            self._fatal = error  # the loop must meet it, whatever it is
 
 
 def _open(path: Path) -> Checkpoint:
     """Describe a checkpoint after checking every byte of it; ValueError where one is wrong."""
     meta = json.loads((path / _META).read_text())
+    if meta.get("format") != _FORMAT:
+        raise RaytrainError(
+            f"checkpoint {path} has format {meta.get('format', 1)}, and this raytrain reads "
+            f"{_FORMAT}; go on with the raytrain that began the run, or start a new --run-dir"
+        )
     for name, sha256 in meta["sha256"].items():
         if _sha256(path / name) != sha256:
             raise ValueError(f"{name} doesn't match its checksum")
@@ -274,10 +435,19 @@ def _open(path: Path) -> Checkpoint:
 
 def _describe(path: Path) -> Checkpoint:
     meta = json.loads((path / _META).read_text())
-    fields: Iterable[str] = ("step", "epoch", "seconds", "image_px")
+    fields: Iterable[str] = ("step", "epoch", "seconds")
     return Checkpoint(path=path, **{name: meta[name] for name in fields})
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Put a folder's entries down to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

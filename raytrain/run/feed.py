@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raytrain.data.order import Rows
 from raytrain.data.reader import Batch
+from raytrain.world import World
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +98,57 @@ class Feed:
                 continue
             return True
         return False
+
+
+class ShareFeed:
+    """This worker's share of any step: a Feed that is opened anew where its share changes.
+
+    Args:
+        batches: gives the batches from a step to the end, of the worker that the World says.
+        ahead: how many finished batches are held.
+    """
+
+    def __init__(self, batches: Callable[[int, World], Iterator[Batch]], ahead: int) -> None:
+        self._batches = batches
+        self._ahead = ahead
+        self._feed: Feed | None = None
+        self._next: tuple[int, World] | None = None
+        self._closing: list[threading.Thread] = []
+
+    def open(self, step: int, world: World) -> None:
+        """Begin to read from a step on, unless that is what comes next anyway."""
+        if self._next == (step, world):
+            return
+        self._let_go()
+        self._feed = Feed(self._batches(step, world), world.device, self._ahead)
+        self._next = step, world
+
+    def at(self, step: int, world: World) -> DeviceBatch:
+        """The batch of a step.
+
+        Raises:
+            Whatever the reading raised.
+        """
+        self.open(step, world)
+        assert self._feed is not None
+        batch = next(iter(self._feed))
+        assert batch.step == step
+        self._next = step + 1, world
+        return batch
+
+    def close(self) -> None:
+        """End all threads. Safe to call more than once."""
+        self._let_go()
+        for thread in self._closing:
+            thread.join()
+
+    def _let_go(self) -> None:
+        """Close the feed beside what goes on: a thread that decodes ends only after its unit."""
+        if self._feed is not None:
+            thread = threading.Thread(target=self._feed.close, name="raytrain-feed-closing")
+            thread.start()
+            self._closing = [t for t in self._closing if t.is_alive()] + [thread]
+            self._feed = self._next = None
 
 
 class _Loaded:

@@ -78,13 +78,18 @@ class History:
         return sum(event.kind == kind for event in self.events)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return (folder / EVENTS).is_file()
+
+
 def read_history(run_dir: Path) -> History:
     """Read a run directory, finished or not.
 
     Raises RaytrainError where it is none, or where a file is damaged (other than a torn last line,
     which is what a crash leaves).
     """
-    if not (run_dir / EVENTS).is_file():
+    if not is_run(run_dir):
         raise RaytrainError(
             f"{run_dir}: not a run directory (no {EVENTS} in it); "
             "give the folder that `raytrain train` printed"

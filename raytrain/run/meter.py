@@ -1,73 +1,101 @@
-"""What a worker counts at each step, added up over the workers only when it is logged."""
+"""What a worker counts at each step, and the rows of the log."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from raytrain.errors import RaytrainError
-from raytrain.parallel.share import sum_over_workers
 from raytrain.recipe.plan import Plan, Step
 from raytrain.run.rows import StepRow
 from raytrain.world import World
 
 
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    step: Step
-    loss_sum: Tensor
-    correct: Tensor
-    waited: float
-    seconds: float
-    loss_scale: Tensor
+def tally(
+    sums: tuple[Tensor, Tensor],
+    waited: float,
+    scale: Tensor,
+    seconds: float,
+    stop: bool,
+    world: World,
+) -> Tensor:
+    """A worker's part of what is told of a step; the parts of all workers add up.
+
+    Args:
+        sums: (sum of the losses, number of right top-1 guesses) of the worker's images, as scalars
+            on the device; nothing is waited for.
+        waited: seconds waited for the batch.
+        scale: fp16's loss scale in the step, a scalar on the device; 1 without.
+        seconds: training clock as the step ends.
+        stop: whether the worker was asked to stop.
+        world: the worker.
+
+    Returns:
+        float64 (6,) on the device.
+    """
+    told = [waited, seconds if world.is_first else 0.0, float(stop)]
+    on_host = torch.tensor(told, dtype=torch.float64)
+    on_device = torch.stack([part.detach().double() for part in (*sums, scale)])
+    return torch.cat([on_device, on_host.to(on_device.device, non_blocking=True)])
 
 
+DIVERGED = "training has most likely diverged"  # in the message; a sweep looks for it there
 _MOST_SKIPPED = 20  # steps in a row that fp16 may leave out
 _LOWEST_SCALE = 2.0**-14  # of fp16's loss scale, which stays above 1 while training is healthy
 
 
 class Meter:
-    """Per-step sums of one worker, kept on its device until ``rows`` is called.
+    """The tallies of the last steps, and the rows made of them.
 
     Args:
         plan: the run.
-        world: the worker.
         seconds: the training clock when the first step begins.
+        retells: whether another worker may have to tell what the first one no longer could: then
+            the rows of one call of ``rows`` come once more with the next.
     """
 
-    def __init__(self, plan: Plan, world: World, seconds: float) -> None:
+    def __init__(self, plan: Plan, seconds: float, retells: bool = False) -> None:
         self._plan = plan
-        self._world = world
         self._last_seconds = seconds
-        self._counted: list[_Counted] = []
+        self._has_begun = False
+        self._counted: list[tuple[int, int, Tensor]] = []  # step, workers, tally
+        self._retells = retells
+        self._told: list[StepRow] = []
         self._scale = 0.0
         self._skipped = 0
 
-    def add(
-        self, step: Step, sums: tuple[Tensor, Tensor], waited: float, seconds: float, scale: Tensor
-    ) -> None:
-        """Take note of one step of this worker.
+    def begins(self, seconds: float) -> None:
+        """The next step begins, by a clock that may be another than before: the first one counts.
+
+        Args:
+            seconds: the training clock now.
+        """
+        if not self._has_begun:
+            self._last_seconds = seconds
+
+    def add(self, step: Step, workers: int, tally: Tensor) -> None:
+        """Take note of a step that was made.
 
         Args:
             step: the step.
-            sums: (sum of the losses, number of right top-1 guesses) of the worker's images, as
-                scalars on the device; nothing is waited for.
-            waited: seconds waited for the batch.
-            seconds: training clock after the step.
-            scale: fp16's loss scale in the step, a scalar on the device; 1 without.
+            workers: how many made it.
+            tally: as ``tally`` gives it; it is kept.
         """
-        self._counted.append(_Counted(step, *sums, waited, seconds, scale))
+        self._has_begun = True
+        self._counted.append((step.index, workers, tally))
 
-    def rows(self, stop: bool) -> tuple[list[StepRow], bool]:
+    def rows(self, add_up: Callable[[Tensor], Tensor]) -> tuple[list[StepRow], bool]:
         """One row for each step since the last call, the same on every worker.
 
-        All workers must call it after the same step: it is the one exchange of the meters.
+        All workers must call it after the same step.
 
         Args:
-            stop: whether this worker was asked to stop.
+            add_up: sums float64 (n, 6) over the workers.
 
         Returns:
             The rows, and whether any worker was asked to stop.
@@ -76,48 +104,66 @@ class Meter:
             RaytrainError: a loss isn't finite, or fp16's loss scale has collapsed.
         """
         counted, self._counted = self._counted, []
-        device = counted[0].loss_sum.device
-        sums = torch.zeros(len(counted) + 1, 4, dtype=torch.float64, device=device)
-        sums[:-1, 0] = torch.stack([c.loss_sum.detach() for c in counted])
-        sums[:-1, 1] = torch.stack([c.correct for c in counted])
-        sums[:-1, 2] = torch.tensor([c.waited for c in counted], device=device)
-        sums[:-1, 3] = torch.stack([c.loss_scale for c in counted])
-        sums[-1, 0] = float(stop)
-        *steps, last = sum_over_workers(sums, self._world).tolist()
-        rows = self._make_rows(counted, steps)
+        sums = add_up(torch.stack([part for _, _, part in counted])).tolist()
+        rows = self._make_rows(counted, sums)
         self._last_seconds = rows[-1].seconds
         for row in rows:
             self._check(row)
-        return rows, last[0] > 0
+        told, self._told = [*self._told, *rows], rows if self._retells else []
+        return told, sums[-1][5] > 0
 
-    def _make_rows(self, counted: list[_Counted], sums: list[list[float]]) -> list[StepRow]:
-        elapsed = max(counted[-1].seconds - self._last_seconds, 1e-9)
-        images_per_s = sum(c.step.count for c in counted) / elapsed
+    def state(self) -> dict[str, Any]:
+        """All that another worker needs to go on counting."""
+        return {
+            "steps": [[step, workers] for step, workers, _ in self._counted],
+            "tallies": [part for _, _, part in self._counted],
+            "told": [asdict(row) for row in self._told],
+            "numbers": [self._last_seconds, self._scale, self._skipped],
+        }
+
+    def load(self, state: dict[str, Any], device: str) -> None:
+        """Go on counting from another worker's ``state``."""
+        self._has_begun = True
+        self._counted = [
+            (step, workers, part.to(device))
+            for (step, workers), part in zip(state["steps"], state["tallies"], strict=True)
+        ]
+        self._told = [StepRow(**row) for row in state["told"]]
+        self._last_seconds, self._scale, self._skipped = state["numbers"]
+
+    def _make_rows(
+        self, counted: list[tuple[int, int, Tensor]], sums: list[list[float]]
+    ) -> list[StepRow]:
+        steps = [self._plan.step(index) for index, _, _ in counted]
+        elapsed = max(sums[-1][4] - self._last_seconds, 1e-9)
+        images_per_s = sum(step.count for step in steps) / elapsed
         return [
             StepRow(
-                step=c.step.index,
-                epoch=c.step.epoch,
-                phase=c.step.phase,
-                samples_seen=self._plan.samples_before(c.step.index + 1),
-                seconds=c.seconds,
-                lr=c.step.lr,
-                momentum=c.step.momentum,
-                weight_decay=c.step.weight_decay,
-                batch=c.step.count,
-                image_px=c.step.image_px,
-                loss=loss_sum / c.step.count,
-                top1=correct / c.step.count,
+                step=step.index,
+                epoch=step.epoch,
+                phase=step.phase,
+                samples_seen=self._plan.samples_before(step.index + 1),
+                seconds=seconds,
+                lr=step.lr,
+                momentum=step.momentum,
+                weight_decay=step.weight_decay,
+                batch=step.count,
+                image_px=step.image_px,
+                loss=loss_sum / step.count,
+                top1=correct / step.count,
                 images_per_s=images_per_s,
-                data_wait_s=waited / self._world.size,
-                loss_scale=scale / self._world.size,
-                world_size=self._world.size,
+                data_wait_s=waited / workers,
+                loss_scale=scale / workers,
+                world_size=workers,
             )
-            for c, (loss_sum, correct, waited, scale) in zip(counted, sums, strict=True)
+            for step, (_, workers, _), (loss_sum, correct, scale, waited, seconds, _) in zip(
+                steps, counted, sums, strict=True
+            )
         ]
 
     def _check(self, row: StepRow) -> None:
         """Raise RaytrainError where a step shows that the run has diverged."""
-        advice = "training has most likely diverged: lower schedule.lr or warm it up longer"
+        advice = f"{DIVERGED}: lower schedule.lr or warm it up longer"
         if self._plan.recipe.precision.dtype == "fp16":
             advice += ", or set precision.dtype=bf16 where the GPU has it"
         # a step that was left out shows by the scale of the next

@@ -63,7 +63,7 @@ def draw_convergence(runs: Sequence[History], path: Path) -> None:
         figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     )
     for panel in panels:
-        _style(panel)
+        style(panel)
     alone = len(runs) == 1
     for run, color in zip(runs, _colors(len(runs)), strict=True):
         _draw_accuracy(panels[0], run, clock, color, alone=alone)
@@ -72,7 +72,7 @@ def draw_convergence(runs: Sequence[History], path: Path) -> None:
             _draw_workers(panels[2], run, clock, INK if alone else color)
     _draw_targets(panels[0], runs, clock)
     if alone:
-        _draw_image_sizes(panels, runs[0].steps, clock)
+        _drawimage_sizes(panels, runs[0].steps, clock)
         _draw_events(panels, runs[0], clock)
     _finish(figure, panels, runs, clock)
     figure.savefig(path, format="png")
@@ -149,10 +149,10 @@ def _draw_targets(axes: Axes, runs: Sequence[History], clock: Clock) -> None:
             )
 
 
-def _draw_image_sizes(panels: Sequence[Axes], steps: Sequence[StepRow], clock: Clock) -> None:
+def _drawimage_sizes(panels: Sequence[Axes], steps: Sequence[StepRow], clock: Clock) -> None:
     """Bands of alternating shade over the time of each image size."""
     longest = steps[-1].seconds if steps else 0.0
-    for band, (begin, end, image_px) in enumerate(_image_sizes(steps)):
+    for band, (begin, end, image_px) in enumerate(image_sizes(steps)):
         left, right = begin / clock.seconds, end / clock.seconds
         if band % 2:
             for panel in panels:
@@ -169,7 +169,7 @@ def _draw_image_sizes(panels: Sequence[Axes], steps: Sequence[StepRow], clock: C
             )
 
 
-def _image_sizes(steps: Sequence[StepRow]) -> Iterator[tuple[float, float, int]]:
+def image_sizes(steps: Sequence[StepRow]) -> Iterator[tuple[float, float, int]]:
     """(begin, end, image size) of each stretch of steps at one size, in seconds."""
     begin = 0.0
     for index, row in enumerate(steps):
@@ -269,7 +269,8 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return list(np.convolve(np.asarray(values), kernel, mode="same") / weight)
 
 
-def _style(axes: Axes) -> None:
+def style(axes: Axes) -> None:
+    """Give axes the look of raytrain's pictures."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#c4c8ce")
     axes.tick_params(color="#c4c8ce", labelcolor=INK, labelsize=8.5)

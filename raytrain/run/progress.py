@@ -24,7 +24,16 @@ from raytrain.run.rows import EventRow, Shares, StepRow, Summary, ValidationRow
 RECENT_STEPS = 100
 INPUT_BOUND = 0.25
 """Share of the time spent waiting for images from which a run is called input-bound."""
-QUIET_EVENTS = ("start", "checkpoint", "validation", "end")
+QUIET_EVENTS = (
+    "start",
+    "startup",
+    "worker",
+    "exchange",
+    "checkpoint",
+    "validation",
+    "restarted",
+    "end",
+)
 
 
 class Progress:
@@ -90,12 +99,16 @@ class Progress:
         """Tell of an event; the frequent and the silent kinds are left to events.jsonl."""
         if row.kind in QUIET_EVENTS:
             return
-        parts = [f"{row.kind} at step {row.step:,}"]
+        parts = [f"{row.kind.replace('_', ' ')} at step {row.step:,}"]
         if "world_size" in row.detail:
             parts.append(f"{row.detail['world_size']} workers")
         if "reason" in row.detail:
             parts.append(str(row.detail["reason"]))
         self._print(": ".join(parts))
+
+    def seconds_left(self) -> float | None:
+        """Estimated clock until the last step; None before there is something to go by."""
+        return self._state.seconds_left()
 
     def say(self, line: str) -> None:
         """Print a line, above the panel where there is one."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -27,7 +29,6 @@ from raytrain.run.history import (
     summarize,
 )
 from raytrain.run.rows import EventRow, RunFacts, Status, StepRow, Summary, ValidationRow
-from raytrain.run.tensorboard import TensorBoard
 
 PICTURE = "convergence.png"
 
@@ -36,18 +37,24 @@ class RunRecord:
     """Writes everything in a run directory but its checkpoints; one writer a run.
 
     Each call's rows are whole lines in the files when it returns. A file that cannot be written
-    (no permission, full disk) raises RaytrainError with one line.
+    (no permission, full disk) raises RaytrainError with one line; but where somebody is told of
+    it, the rows wait in memory and are tried again with the next ones, until the run's end.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, told: Callable[[str], None] | None = None) -> None:
         """Make the directory where it is missing, and mend the torn line that a crash left."""
         self.run_dir = run_dir
+        self._told = told
+        self._waiting: dict[str, str] = {}
+        self._lock = threading.RLock()  # checkpoints are told of in a thread of their own
         with _writing(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / EVENTS).touch()
             for name in (METRICS, VALIDATIONS, EVENTS):
-                _drop_torn_line(run_dir / name)
-        self._tensorboard = TensorBoard(run_dir / "tensorboard")
+                drop_torn_line(run_dir / name)
+        from raytrain.run.tensorboard import TensorBoard  # noqa: PLC0415 - slow, and workers need none
+
+        self._tensorboard = TensorBoard(run_dir / "tensorboard", told)
 
     def recipe(self, text: str) -> None:
         """Write the resolved recipe as `recipe.yaml`."""
@@ -86,7 +93,7 @@ class RunRecord:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         row = EventRow(kind=kind, step=step, seconds=seconds, time=now, detail=detail)
         own = {"kind": kind, "step": step, "seconds": seconds, "time": now}
-        self._append(EVENTS, json.dumps(_plain(own | detail)) + "\n")
+        self._append(EVENTS, json.dumps(plain(own | detail)) + "\n")
         return row
 
     def rewind(self, step: int) -> int:
@@ -95,6 +102,7 @@ class RunRecord:
         These are steps of index >= `step` and validations after them, which will run again. Take
         `last_seconds` before, so that the clock also counts the time that was lost.
         """
+        self._write_waiting()
         history = read_history(self.run_dir)
         steps = [row for row in history.steps if row.step < step]
         validations = [row for row in history.validations if row.step <= step]
@@ -122,6 +130,7 @@ class RunRecord:
         """
         from raytrain.run.picture import draw_convergence  # noqa: PLC0415 - matplotlib is slow
 
+        self._write_waiting()
         history = read_history(self.run_dir)
         steps = history.steps[-1].step + 1 if history.steps else 0
         self.event("end", step=steps, seconds=seconds, status=status, reason=reason)
@@ -134,10 +143,30 @@ class RunRecord:
             draw_convergence([history], self.run_dir / PICTURE)
         return summary
 
+    @property
+    def is_written(self) -> bool:
+        """Whether all rows are in the files."""
+        return not self._waiting
+
     def _append(self, name: str, lines: str) -> None:
-        path = self.run_dir / name
-        with _writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(lines)
+        with self._lock:
+            was_written = self.is_written
+            self._waiting[name] = self._waiting.get(name, "") + lines
+            try:
+                self._write_waiting()
+            except RaytrainError as error:
+                if self._told is None:
+                    raise
+                if was_written:
+                    self._told(f"warning: {error}; training goes on, what is to be written waits")
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            for name, lines in list(self._waiting.items()):
+                path = self.run_dir / name
+                with _writing(path):
+                    _append_whole(path, lines.encode())
+                del self._waiting[name]
 
     def _replace(self, name: str, text: str) -> None:
         path = self.run_dir / name
@@ -190,7 +219,7 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _drop_torn_line(path: Path) -> None:
+def drop_torn_line(path: Path) -> None:
     """Cut off what follows the last newline, so that the next line starts as a line."""
     if not path.exists():
         return
@@ -200,20 +229,33 @@ def _drop_torn_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
+def _append_whole(path: Path, content: bytes) -> None:
+    """Append to a file all of it or nothing."""
+    with path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            while content:
+                content = content[file.write(content) :]
+        except OSError:
+            if path.is_file():  # not a device
+                file.truncate(before)
+            raise
+
+
 def _lines(rows: Sequence[StepRow | ValidationRow]) -> str:
-    return "".join(json.dumps(_plain(asdict(row))) + "\n" for row in rows)
+    return "".join(json.dumps(plain(asdict(row))) + "\n" for row in rows)
 
 
 def _indented(value: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(value), indent=2) + "\n"
+    return json.dumps(plain(value), indent=2) + "\n"
 
 
-def _plain(value: Any) -> Any:
-    """The value with NaN and infinities, which JSON lacks, as None."""
+def plain(value: Any) -> Any:
+    """A JSON value with NaN and infinities, which JSON lacks, as None."""
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
+        return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

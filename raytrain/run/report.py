@@ -13,11 +13,21 @@ from rich.text import Text
 from raytrain.errors import RaytrainError
 from raytrain.run.dawnbench import first_point_at, read_entry
 from raytrain.run.format import duration, goal, percent, rate
-from raytrain.run.history import EVENTS, METRICS, History, read_history, summarize
+from raytrain.run.history import EVENTS, METRICS, History, is_run, read_history, summarize
 from raytrain.run.rows import Shares, Summary, first_at_target
 
 
-def report(run_dirs: Sequence[Path], picture: Path | None = None) -> Table:
+def only_runs(folders: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """Split folders, such as those of ``runs/*``, into runs and others.
+
+    Where none is a run, all are kept, so that reading them says what is wrong.
+    """
+    runs = [folder for folder in folders if is_run(folder)]
+    others = [folder for folder in folders if not is_run(folder)]
+    return (runs, others) if runs else (others, [])
+
+
+def report(run_dirs: Sequence[str | Path], picture: Path | None = None) -> Table:
     """Compare runs, finished or not; with `picture`, also draw them together into that PNG.
 
     Raises RaytrainError for a folder that is no run, a damaged file, or a picture that cannot be
@@ -25,7 +35,7 @@ def report(run_dirs: Sequence[Path], picture: Path | None = None) -> Table:
     """
     from raytrain.run.picture import draw_convergence  # noqa: PLC0415 - matplotlib is slow
 
-    histories = [read_history(run_dir) for run_dir in run_dirs]
+    histories = [read_history(Path(run_dir)) for run_dir in run_dirs]
     if picture is not None:
         try:
             draw_convergence(histories, picture)
@@ -36,7 +46,7 @@ def report(run_dirs: Sequence[Path], picture: Path | None = None) -> Table:
     return runs_table(histories)
 
 
-def comparison(run_dirs: Sequence[Path], entries: Sequence[Path]) -> Table:
+def comparison(run_dirs: Sequence[str | Path], entries: Sequence[str | Path]) -> Table:
     """Runs beside DAWNBench entries: time, epochs and cost to the same accuracy.
 
     The accuracy is the first run's target, or DAWNBench's 93 % top-5 where that has none.
@@ -48,7 +58,7 @@ def comparison(run_dirs: Sequence[Path], entries: Sequence[Path]) -> Table:
     Raises:
         RaytrainError: a folder is no run, or a file is no entry.
     """
-    histories = [read_history(run_dir) for run_dir in run_dirs]
+    histories = [read_history(Path(run_dir)) for run_dir in run_dirs]
     facts = histories[0].facts
     target = facts.target if facts and facts.target else {"top5": 0.93}
     table = Table(box=SIMPLE_HEAD, header_style="bold", title=f"to {goal(target)}")
@@ -66,7 +76,7 @@ def comparison(run_dirs: Sequence[Path], entries: Sequence[Path]) -> Table:
             *((duration(row.seconds), f"{row.epoch:g}") if row else ("not reached", "-")),
             cost,
         )
-    for path in entries:
+    for path in map(Path, entries):
         table.add_row(*_entry_cells(path, target))
     return table
 

@@ -18,7 +18,8 @@ from raytrain.recipe.types import ValidationClock
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 Shares = Mapping[str, float]
-Status = Literal["target_reached", "target_missed", "completed", "failed", "interrupted"]
+Status = Literal["target_reached", "target_missed", "completed", "stopped", "failed", "interrupted"]
+"""`stopped`: by a sweep, which had seen enough; `interrupted`: by the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,8 @@ class ValidationRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventRow:
-    """Something that happened: start, resume, resize, fault, recovery, checkpoint, target, end."""
+    """Something that happened: start, startup, exchange, resume, resize, fault, recovery,
+    checkpoint, target, end."""
 
     kind: str
     step: int

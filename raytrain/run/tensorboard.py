@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -47,11 +47,12 @@ VALIDATION_TAGS = {
 class TensorBoard:
     """Appends scalars to one new event file in `folder`.
 
-    TensorBoard is a view, not the record: when its file cannot be written, a warning says so and
-    the run goes on without it.
+    TensorBoard is a view, not the record: when its file cannot be written, the user is told (by
+    a logged warning, where nobody else tells) and the run goes on without it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, told: Callable[[str], None] | None = None) -> None:
+        self._told = told or log.warning
         name = f"events.out.tfevents.{time.time_ns() // 10**9:010d}.raytrain.{os.getpid()}"
         self._path = folder / name
         self._broken = False
@@ -87,7 +88,7 @@ class TensorBoard:
                     writer.write(event.SerializeToString())
         except OSError as error:
             self._broken = True
-            log.warning("no more TensorBoard events: cannot write %s (%s)", self._path, error)
+            self._told(f"no more TensorBoard events: cannot write {self._path} ({error})")
 
 
 def _scalars(

@@ -73,6 +73,35 @@ class Hosts:
         check(self.at_desk("ip", "link", "set", f"h{host}", "up"))
 
 
+class Phases:
+    """Times of a test's phases, written down as each ends.
+
+    Args:
+        file: the log; replaced.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("")
+        self._first = self._began = time.monotonic()
+
+    def end(self, phase: str) -> None:
+        """A phase has ended, and the next begins."""
+        now = time.monotonic()
+        self.note(f"{now - self._began:6.1f} s  at {now - self._first:6.1f} s  {phase}")
+        self._began = now
+
+    def note(self, line: str) -> None:
+        """Something else to be remembered."""
+        with self.file.open("a") as log:
+            log.write(f"{line}\n")
+
+    def text(self) -> str:
+        """All of it."""
+        return self.file.read_text()
+
+
 @contextmanager
 def private_hosts(folder: Path, count: int) -> Iterator[Hosts]:
     """Start hosts; where that can't be done, skip the test and say why.

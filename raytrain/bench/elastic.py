@@ -1,0 +1,434 @@
+"""``raytrain bench elastic``: what faults cost, in both of our modes and with plain Ray Train.
+
+One machine plays a cluster: a raylet for the driver and one for each worker. Each contender trains
+the same recipe; faults are made one after another, each once all workers are back and have made
+some steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from raytrain.bench.measure import Spread, this_machine, versions_of
+from raytrain.data.shards import ShardSet
+from raytrain.errors import RaytrainError
+from raytrain.orchestrate.faults import Fault, FaultMaker, Kind
+from raytrain.recipe.load import change_recipe, dump_recipe
+from raytrain.recipe.types import Recipe
+from raytrain.run.audit import used_rows
+from raytrain.run.history import EVENTS, METRICS, read_jsonl
+
+Contender = Literal["step", "restart", "ray"]
+CONTENDERS: tuple[Contender, ...] = ("step", "restart", "ray")
+FAULTS: tuple[Kind, ...] = ("kill", "hang", "drain", "remove_node")
+"""What can be measured; a machine that is taken away is replaced by another at once."""
+_CALM_STEPS = 10  # by all workers, before the next fault
+_NOTICE_S = 120.0
+_POLL_S = 0.1
+_END_S = 60.0
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """What to measure.
+
+    Attributes:
+        workers: of each contender, at full strength.
+        contenders: ``step`` and ``restart``, our modes; ``ray``, plain Ray Train.
+        faults: kinds, made in this order; the first fault hits the first worker, the next one
+            another, and so on.
+        repeats: how often.
+        patience_s: most seconds to wait for full strength after a fault.
+        minutes: of a last part with a worker killed each minute, for the goodput; 0: none.
+    """
+
+    workers: int = 3
+    contenders: tuple[Contender, ...] = CONTENDERS
+    faults: tuple[Kind, ...] = ("kill",)
+    repeats: int = 3
+    patience_s: float = 300.0
+    minutes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one fault cost, in seconds of wall time.
+
+    Attributes:
+        fault: its kind.
+        detected_s: until the run told of it; None where it doesn't tell.
+        paused_s: longest time between two steps from the fault on, less the usual time of a step.
+        full_s: until all workers made a step.
+        steps_lost: made before and made again.
+    """
+
+    fault: Kind
+    detected_s: float | None
+    paused_s: float
+    full_s: float
+    steps_lost: int
+
+
+@dataclass
+class Found:
+    """What was measured of one contender.
+
+    Attributes:
+        step_s: median time of a step, undisturbed, in seconds.
+        costs: of each fault, in their order.
+        images_wrong: images of whole epochs that were left out or used twice in the steps that
+            count; None where the contender keeps no account.
+        goodput: usual time of the steps made over the time it took, with a fault a minute.
+        gave_up: why not all faults were made; empty where they were.
+    """
+
+    step_s: float = 0.0
+    costs: list[Cost] = field(default_factory=list)
+    images_wrong: int | None = None
+    goodput: float | None = None
+    gave_up: str = ""
+
+
+@dataclass(frozen=True)
+class ElasticReport:
+    """All that was measured, on what."""
+
+    machine: dict[str, str | int | float]
+    versions: dict[str, str]
+    workers: int
+    checkpoint_steps: int | None
+    found: dict[Contender, Found]
+
+    def as_json(self) -> str:
+        """All numbers."""
+        return json.dumps(asdict(self), indent=1)
+
+    def table(self) -> Table:
+        """For a person."""
+        title = f"a fault among {self.workers} workers, seconds: median (least to most)"
+        table = Table(title=title, box=SIMPLE_HEAD, header_style="bold")
+        for name in ("", "fault", "told", "paused", "full strength", "steps lost", "images wrong"):
+            table.add_column(name, justify="right" if name else "left")
+        for contender, found in self.found.items():
+            for kind in dict.fromkeys(cost.fault for cost in found.costs):
+                costs = [cost for cost in found.costs if cost.fault == kind]
+                told = [c.detected_s for c in costs if c.detected_s is not None]
+                table.add_row(
+                    _NAMES[contender],
+                    kind,
+                    _spread(told) if told else "-",
+                    _spread([c.paused_s for c in costs]),
+                    _spread([c.full_s for c in costs]),
+                    _spread([float(c.steps_lost) for c in costs], 0),
+                    "-" if found.images_wrong is None else str(found.images_wrong),
+                )
+            if found.goodput is not None:
+                table.add_row(_NAMES[contender], f"goodput {found.goodput:.2f} at one a minute")
+            if found.gave_up:
+                table.add_row(_NAMES[contender], found.gave_up)
+        return table
+
+
+_NAMES: dict[Contender, str] = {
+    "step": "raytrain, step",
+    "restart": "raytrain, restart",
+    "ray": "plain Ray Train",
+}
+
+
+def _spread(values: Sequence[float], digits: int = 1) -> str:
+    of = Spread.of(values)
+    return f"{of.median:.{digits}f} ({of.low:.{digits}f} to {of.high:.{digits}f})"
+
+
+def bench_elastic(
+    recipe: Recipe, data: str, folder: Path, options: ElasticOptions
+) -> ElasticReport:
+    """Measure one contender after another.
+
+    Args:
+        recipe: what all train; its first phase, for as long as it takes.
+        data: a ShardSet.
+        folder: where the runs go; must not hold any.
+        options: what to measure.
+
+    Raises:
+        RaytrainError: a contender ended before its time, with where its log is.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise RaytrainError(f"--out {folder}: isn't empty; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    endless = _endless(recipe)
+    (folder / "recipe.yaml").write_text(dump_recipe(endless), encoding="utf-8")
+    ShardSet.open(data, endless.input).check_files()
+    found: dict[Contender, Found] = {}
+    for contender in options.contenders:
+        with _machines(options.workers) as cluster:
+            run = _Run(contender, cluster, data, folder / contender, options)
+            try:
+                found[contender] = run.measure()
+            finally:
+                run.end()
+        kept = json.dumps(asdict(found[contender]), indent=1)
+        (folder / f"{contender}.json").write_text(kept + "\n", encoding="utf-8")
+    return ElasticReport(
+        machine=this_machine(),
+        versions=versions_of(("raytrain", "ray", "torch", "torchft")),
+        workers=options.workers,
+        checkpoint_steps=endless.checkpoint.every_steps,
+        found=found,
+    )
+
+
+def _endless(recipe: Recipe) -> Recipe:
+    """The recipe's first phase without an end, with an account of images, joining at once."""
+    epochs = 100_000
+    phase = recipe.phases[0].model_dump(mode="json") | {"epochs": epochs}
+    changes: dict[str, Any] = {
+        "phases": [phase],
+        "schedule": {"lr": 0.01, "momentum": 0.9},
+        "validation.every_epochs": epochs,
+        "target": {},
+        "input.audit": True,
+        "faults.max_restarts": 1000,
+        "resize": {"min_gain": 0, "settle_s": 0.5, "rest_s": 0},
+    }
+    return change_recipe(recipe, changes, "bench elastic")
+
+
+@contextmanager
+def _machines(workers: int) -> Iterator[Any]:
+    """A cluster on this machine: a raylet for the driver and torchft's Lighthouse, and others."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 (slow to import)
+
+    health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
+    head = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": health})
+    try:
+        for _ in range(workers):
+            cluster.add_node(num_cpus=1)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+class _Run:
+    """A contender under way."""
+
+    def __init__(
+        self, contender: Contender, cluster: Any, data: str, folder: Path, options: ElasticOptions
+    ) -> None:
+        self._contender = contender
+        self._cluster = cluster
+        self._options = options
+        self._folder = folder
+        self._log = folder.with_suffix(".log")
+        self._process = self._start(folder.parent / "recipe.yaml", data)
+
+    def _start(self, recipe: Path, data: str) -> subprocess.Popen[bytes]:
+        workers = self._options.workers
+        if self._contender == "ray":
+            rest = ["raytrain.bench.plain_ray", str(recipe), data, str(self._folder), str(workers)]
+        else:
+            rest = ["raytrain", "train", str(recipe), "--data", data, "--workers", f"1:{workers}"]
+            rest += ["--elastic", self._contender, "--run-dir", str(self._folder)]
+        with self._log.open("wb") as log:
+            return subprocess.Popen(  # noqa: S603 (our own words)
+                [sys.executable, "-m", *rest],
+                env=os.environ | {"RAY_ADDRESS": self._cluster.address},
+                stdout=log,
+                stderr=log,
+            )
+
+    def measure(self) -> Found:
+        """Make all faults and see what they cost."""
+        found = Found()
+        faults = list(self._options.faults) * self._options.repeats
+        try:
+            self._wait(self._is_calm, "the start")
+            times = [row["seconds"] for row in self._rows()[-_CALM_STEPS:]]
+            found.step_s = statistics.median(b - a for a, b in pairwise(times))
+            for number, kind in enumerate(faults):
+                found.costs.append(self._make(kind, number % self._options.workers, found.step_s))
+            if self._options.minutes:
+                found.goodput = self._goodput(found.step_s)
+        except TimeoutError as error:
+            found.gave_up = str(error)
+        self.end()
+        if self._contender != "ray":
+            found.images_wrong = images_wrong(self._folder)
+        return found
+
+    def end(self) -> None:
+        """Stop it as a user would, and for good if it doesn't."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _make(self, kind: Kind, target: int, step_s: float) -> Cost:
+        """Make one fault, and wait until all workers are back."""
+        before = self._rows()[-1]["step"]
+        of_node = kind in ("drain", "remove_node")
+        fault = Fault(
+            do=kind,
+            at_step=0,
+            worker=None if of_node else target,
+            node=target if of_node else None,
+            for_s=_NOTICE_S if kind == "drain" else None,
+        )
+        schedule = [fault, Fault(do="add", at_step=0)] if of_node else [fault]
+        leaving = list(self._cluster.worker_nodes)[target] if kind == "drain" else None
+        with FaultMaker(schedule, self._folder, self._cluster) as maker:
+            self._wait(lambda: len(maker.applied) == len(schedule), f"the {kind}")
+            at = maker.applied[0].at
+            offset = clock_offset(self._events())
+            self._wait(lambda: back_after(self._rows(), at - offset, self._options.workers), kind)
+            self._wait(self._is_calm, kind)
+        if leaving is not None:
+            self._cluster.remove_node(leaving)
+        return cost_of(kind, at, before, self._rows(), self._events(), step_s)
+
+    def _goodput(self, step_s: float) -> float:
+        began, first = time.monotonic(), len(self._steps_made())
+        for minute in range(round(self._options.minutes)):
+            kill = [Fault(do="kill", at_step=0, worker=minute % self._options.workers)]
+            with FaultMaker(kill, self._folder):
+                while time.monotonic() - began < 60 * (minute + 1):
+                    self._look()
+                    time.sleep(_POLL_S)
+        made = len(self._steps_made()) - first
+        return made * step_s / (time.monotonic() - began)
+
+    def _steps_made(self) -> set[int]:
+        return {row["step"] for row in self._rows()}
+
+    def _is_calm(self) -> bool:
+        last = self._rows()[-_CALM_STEPS:]
+        return [row["world_size"] for row in last] == [self._options.workers] * _CALM_STEPS
+
+    def _wait(self, until: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + self._options.patience_s
+        while not until():
+            self._look()
+            if time.monotonic() > end:
+                seconds = self._options.patience_s
+                raise TimeoutError(f"{what}: not all workers were back after {seconds:.0f} s")
+            time.sleep(_POLL_S)
+
+    def _look(self) -> None:
+        if self._process.poll() is not None:
+            raise RaytrainError(
+                f"bench elastic: {_NAMES[self._contender]} ended by itself; its log: {self._log}"
+            )
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return read_jsonl(self._folder / METRICS)
+
+    def _events(self) -> list[dict[str, Any]]:
+        return read_jsonl(self._folder / EVENTS)
+
+
+def clock_offset(events: Sequence[dict[str, Any]]) -> float:
+    """UNIX time at which a run's clock was zero: events are told late, never early."""
+    return min(_unix(event) - float(event["seconds"]) for event in events)
+
+
+def _unix(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()
+
+
+def back_after(rows: Sequence[dict[str, Any]], fault: float, workers: int) -> bool:
+    """Whether steps have been made after a fault and the last one by all workers.
+
+    Args:
+        rows: of metrics.jsonl.
+        fault: when, on the run's clock, in seconds.
+        workers: at full strength.
+    """
+    after = [row for row in rows if row["seconds"] > fault]
+    return bool(after) and full_again(after, fault, workers) is not None
+
+
+def full_again(after: Sequence[dict[str, Any]], fault: float, workers: int) -> float | None:
+    """When all workers made a step again, on the run's clock; None: not yet.
+
+    A step that was under way may still end with all workers, so what counts is the first one by all
+    after the longest time without a step.
+    """
+    times = [fault, *(row["seconds"] for row in after)]
+    gaps = [b - a for a, b in pairwise(times)]
+    longest = gaps.index(max(gaps))
+    few = [i for i, row in enumerate(after) if row["world_size"] < workers]
+    first = max(longest, few[-1] + 1 if few else 0)
+    return after[first]["seconds"] if first < len(after) else None
+
+
+def cost_of(
+    kind: Kind,
+    at: float,
+    before: int,
+    rows: Sequence[dict[str, Any]],
+    events: Sequence[dict[str, Any]],
+    step_s: float,
+) -> Cost:
+    """What a fault cost, from a run's record.
+
+    Args:
+        kind: of the fault.
+        at: UNIX time of the fault.
+        before: last step in the record then.
+        rows: of metrics.jsonl, until all workers were back.
+        events: of events.jsonl.
+        step_s: usual time of a step.
+    """
+    fault = at - clock_offset(events)
+    after = [row for row in rows if row["seconds"] > fault]
+    workers = after[-1]["world_size"]
+    full = full_again(after, fault, workers)
+    assert full is not None
+    times = [fault, *(row["seconds"] for row in after if row["seconds"] <= full)]
+    pause = max(b - a for a, b in pairwise(times))
+    told = [e for e in events if e["kind"] in ("fault", "hand_over") and _unix(e) >= at]
+    back = [e for e in events if e["kind"] == "recovery" and _unix(e) >= at]
+    dropped = sum(event["rows_dropped"] for event in back)
+    again = max(0, before + 1 - min(row["step"] for row in after))
+    return Cost(
+        fault=kind,
+        detected_s=_unix(told[0]) - at if told else None,
+        paused_s=max(0.0, pause - step_s),
+        full_s=full - fault,
+        steps_lost=max(dropped, again),
+    )
+
+
+def images_wrong(run_dir: Path) -> int:
+    """Images of whole epochs that the steps which count left out or used more than once."""
+    used = used_rows(run_dir)
+    rows = read_jsonl(run_dir / METRICS)
+    by_epoch: dict[int, Counter[int]] = {}
+    for row in rows:
+        by_epoch.setdefault(row["epoch"], Counter()).update(used.get(row["step"], []))
+    whole = [by_epoch[epoch] for epoch in sorted(by_epoch)[:-1]]
+    everything = set().union(*whole)
+    return sum(abs(counts[image] - 1) for counts in whole for image in everything)

@@ -1,0 +1,233 @@
+"""One group of workers after another, until a run is done.
+
+Each group is a run of Ray Train's with a fixed number of workers. Ray Train can also resize a group
+itself; but it takes no checkpoint before, counts lost and draining machines as room for up to 20 s,
+and waits for the end of a drain notice. Here a group hands over with a checkpoint, and the next one
+is as large as the live machines allow at that moment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import ray.train
+from ray.autoscaler.sdk import request_resources
+from ray.train.torch import TorchTrainer
+
+from raytrain.errors import RaytrainError
+from raytrain.orchestrate.cluster import Placement
+from raytrain.orchestrate.ray_private import draining_nodes
+from raytrain.orchestrate.validate import last_line
+from raytrain.recipe.types import Faults
+from raytrain.session import Session
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at the cluster's machines."""
+_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is seen after as long
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # then a smaller group is tried
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # Watch does that, and doesn't wait
+}
+
+
+class Groups:
+    """Runs groups of workers until one ends the run.
+
+    Args:
+        session: the run.
+        placement: how many workers there may be.
+        mailbox: what they tell.
+        trainer: makes Ray Train's trainer for a number of workers.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        placement: Placement,
+        mailbox: Any,
+        trainer: Callable[[int], TorchTrainer],
+    ) -> None:
+        self._session = session
+        self._placement = placement
+        self._mailbox = mailbox
+        self._trainer = trainer
+        self._faults: Faults = session.job.recipe.faults
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
+
+    def run(self) -> None:
+        """Run groups until the run is done, or the driver asked to stop.
+
+        Raises:
+            RaytrainError: a fault that would only come again, more restarts than may be, or too
+                few machines for too long.
+        """
+        restarts, waiting_since = 0, time.monotonic()
+        with _asking_for(self._placement):
+            while (workers := self._wait_for_room(waiting_since)) > 0:
+                ray.get(self._mailbox.open.remote())
+                failure = self._run_group(workers)
+                entered, over = ray.get(
+                    self._mailbox.ended.remote(self._session.job.plan.num_steps)
+                )
+                if entered:
+                    waiting_since = time.monotonic()
+                if failure is None and over:
+                    return
+                if failure is None:
+                    continue  # handed over
+                if not entered and isinstance(failure, ray.train.ControllerError):
+                    self._session.say(f"no group: {_told_by_ray(failure)}; trying again")
+                    continue  # machines that aren't there after all; bounded by the wait for room
+                restarts += 1
+                if restarts > self._faults.max_restarts:
+                    raise RaytrainError(_told_by_ray(failure)) from failure
+
+    def _run_group(self, workers: int) -> ray.train.TrainingFailedError | None:
+        failure = None
+        try:
+            self._trainer(workers).fit()
+        except ray.train.TrainingFailedError as error:
+            failure = error
+        if faults := ray.get(self._mailbox.final_faults.remote()):
+            raise RaytrainError(faults[0])
+        return failure
+
+    def _wait_for_room(self, since: float) -> int:
+        """Workers that the next group can have; 0: the run is to stop."""
+        fewest, most = self._placement.workers
+        told = False
+        while not self._session.should_stop:
+            room = room_for_workers(self._placement)
+            if time.monotonic() - since > self._faults.wait_s:
+                raise RaytrainError(
+                    f"no group of at least {fewest} workers has started for "
+                    f"{self._faults.wait_s:.0f} s (faults.wait_s), and the cluster has room for "
+                    f"{room}; add machines, and the same command goes on from the newest checkpoint"
+                )
+            if room >= fewest:
+                return min(room, most)
+            if not told:
+                self._session.say(f"waiting for machines: room for {room} of {fewest} workers")
+                told = True
+            time.sleep(LOOK_SECONDS)
+        return 0
+
+
+class Watch:
+    """Looks at the machines while a group runs, and asks it to hand over where that helps.
+
+    Args:
+        session: the run.
+        placement: how many workers there may be.
+        mailbox: what the workers tell.
+    """
+
+    def __init__(self, session: Session, placement: Placement, mailbox: Any) -> None:
+        self._session = session
+        self._placement = placement
+        self._mailbox = mailbox
+        self._resize = session.job.recipe.resize
+        self._next_look = 0.0
+        self._room_seen = (0, 0.0)
+        self._handing_over = False
+        self._stepped_at: float | None = None
+        self._paused_since: float | None = None
+        self._resumed_at = time.monotonic()
+        self._pause: float | None = None
+
+    def hear(self, kind: str) -> None:
+        """Take note of a message of the workers; how long they pause is measured with it."""
+        now = time.monotonic()
+        if kind == "begin":
+            self._handing_over, self._paused_since = False, self._stepped_at
+        elif kind == "metrics":
+            if self._paused_since is not None:
+                self._pause, self._paused_since = now - self._paused_since, None
+                self._resumed_at = now
+            self._stepped_at = now
+
+    def look(self) -> None:
+        """Look at the machines, once a second."""
+        now = time.monotonic()
+        if now < self._next_look or self._handing_over or not self._session.world_size:
+            return
+        self._next_look = now + LOOK_SECONDS
+        leaving = draining_nodes()
+        if leaving and (here := set(leaving) & set(ray.get(self._mailbox.nodes.remote()))):
+            names = ", ".join(sorted(node[:8] for node in here))
+            self._hand_over(f"machine {names} is about to leave the cluster")
+        elif self._placement.elastic:
+            self._look_for_more(now)
+
+    def _look_for_more(self, now: float) -> None:
+        room = min(room_for_workers(self._placement), self._placement.workers[1])
+        if room != self._room_seen[0]:
+            self._room_seen = (room, now)
+        if self._paused_since is not None:
+            return
+        settled = now - self._room_seen[1] >= self._resize.settle_s
+        rested = now - self._resumed_at >= self._resize.rest_s
+        if not (settled and rested and room > self._session.world_size):
+            return
+        gain = seconds_saved(self._session.seconds_left, self._session.world_size, room)
+        if gain >= self._resize.min_gain * self.pause:
+            self._hand_over(
+                f"room for {room} workers saves about {gain:.0f} s, a restart costs about "
+                f"{self.pause:.0f} s"
+            )
+
+    @property
+    def pause(self) -> float:
+        """Seconds without a step that a new group costs: as measured, or before that the start."""
+        return self._session.startup_seconds if self._pause is None else self._pause
+
+    def _hand_over(self, reason: str) -> None:
+        self._handing_over = True
+        self._session.hand_over(reason)
+        self._mailbox.hand_over.remote()
+
+
+def seconds_saved(seconds_left: float | None, workers: int, room: int) -> float:
+    """How much sooner a run ends with more workers, where twice as many are twice as fast.
+
+    Args:
+        seconds_left: with the workers that it has; None: not known yet, so nothing is saved.
+        workers: how many those are.
+        room: how many there could be.
+    """
+    return 0.0 if seconds_left is None else seconds_left * (1 - workers / room)
+
+
+def room_for_workers(placement: Placement) -> int:
+    """Workers that the machines which are alive and stay have slots for."""
+    leaving = draining_nodes()
+    unit = "GPU" if placement.use_gpu else "CPU"
+    stay = [n for n in ray.nodes() if n["Alive"] and n["NodeID"] not in leaving]
+    slots = sum(int(node["Resources"].get(unit, 0)) for node in stay)
+    return slots - placement.validator_gpu
+
+
+@contextmanager
+def _asking_for(placement: Placement) -> Iterator[None]:
+    """Inside, a cluster that can grow is asked for the most workers that the run can use."""
+    unit = "GPU" if placement.use_gpu else "CPU"
+    most = placement.workers[1] + placement.validator_gpu
+    if placement.elastic:
+        request_resources(bundles=[{unit: 1}] * most)
+    try:
+        yield
+    finally:
+        if placement.elastic:
+            request_resources(bundles=[])
+
+
+def _told_by_ray(error: ray.train.TrainingFailedError) -> str:
+    failures = getattr(error, "worker_failures", None)
+    cause = next(iter(failures.values())) if failures else error
+    return f"training failed: {type(cause).__name__}: {last_line(cause)}; --verbose shows more"

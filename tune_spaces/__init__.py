@@ -1,0 +1,1 @@
+"""Spaces for `raytrain sweep`: each file's `space(draw)` says which recipes may be tried."""
