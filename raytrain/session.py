@@ -345,6 +345,10 @@ class Session:
         """The workers are to stop after a checkpoint, and others to go on."""
         self.event("hand_over", self._steps_done, self.seconds(), reason=reason)
 
+    def standing_by(self, workers: int) -> None:
+        """So many workers wait to go on when those that train are lost."""
+        self.event("standing_by", self._steps_done, self.seconds(), workers=workers)
+
     def restarted(self, parts: dict[str, float]) -> None:
         """Other workers have made their first steps.
 

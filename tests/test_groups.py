@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,20 @@ import ray.train
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate import groups
 from raytrain.orchestrate.cluster import Placement
-from raytrain.orchestrate.groups import Groups, Watch
+from raytrain.orchestrate.groups import Groups, Turn, Watch
 from raytrain.orchestrate.mailbox import Mailbox
 from raytrain.recipe.load import recipe_from_dict
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
 STEPS = 100
+STANDBY = {"standby": True, "max_restarts": 1}
 PLACEMENT = Placement((1, 2), nodes=1, use_gpu=False, validator_gpu=False, beside=True)
+
+
+def wait_for(ask: Callable[[], bool]) -> None:
+    while not ask():
+        time.sleep(0.02)
 
 
 class Play:
@@ -51,6 +58,8 @@ class Play:
         self.leaving: dict[str, int] = {}
         self.said: list[str] = []
         self.sizes: list[int] = []
+        self.turns: list[Turn] = []
+        self.entered: list[int | None] = []
         self._parts = parts
         self.mailbox: Any = Mailbox.remote(0.0, 0)  # type: ignore[attr-defined]
         self.session: Any = SimpleNamespace(
@@ -66,28 +75,38 @@ class Play:
         monkeypatch.setattr(groups, "draining_nodes", lambda: self.leaving)
         monkeypatch.setattr(groups, "LOOK_SECONDS", 0.01)
 
+        session: Any = self.session
+        self.groups = Groups(session, PLACEMENT, self.mailbox, self._trainer)
+
     def run(self) -> None:
-        Groups(self.session, PLACEMENT, self.mailbox, self._trainer).run()
+        self.groups.run()
 
     def ask(self, method: str, *args: Any) -> Any:
         return ray.get(getattr(self.mailbox, method).remote(*args))
 
     def start(self, *nodes: str) -> int:
         """The group's workers have started and made steps."""
+        turn = self.turns[-1]
         for rank, node in enumerate(nodes):
-            group: int = self.ask("enter", node, rank, 100 + rank, "here")
+            group: int = self.ask("enter", turn.number, node, rank, 100 + rank, "here")
         self.ask("begin", group, 0, len(nodes))
         self.ask("put", group, "metrics", [SimpleNamespace(step=10)])
         return group
 
-    def _trainer(self, workers: int) -> Any:
+    def _trainer(self, workers: int, turn: Turn) -> Any:
         self.sizes.append(workers)
+        self.turns.append(turn)
         part = self._parts[len(self.sizes) - 1]
         return SimpleNamespace(fit=lambda: part(self))
 
 
 def finishes(play: Play) -> None:
     play.start("a")
+
+
+def finishes_in(play: Play, turn: Turn) -> None:
+    """What is left to do for a group whose workers have entered."""
+    play.ask("begin", turn.number, 0, 1)
 
 
 def hands_over(play: Play) -> None:
@@ -110,6 +129,65 @@ def test_the_next_group_is_as_large_as_the_machines_allow(monkeypatch: pytest.Mo
     play = Play(monkeypatch, [hands_over, finishes])
     play.run()
     assert play.sizes == [2, 1]
+
+
+def stands_by(play: Play) -> None:
+    """Like run_worker: wait for the turn, then go on if still wanted."""
+    turn = play.turns[-1]
+    play.ask("stand_by", turn.number, "a", 1)
+    ray.get(turn.gate.wait.remote(turn.number))
+    play.entered.append(play.ask("enter", turn.number, "a", 0, 100, "here"))
+    if play.entered[-1] is not None:
+        finishes_in(play, turn)
+
+
+def dies_once_others_stand_by(play: Play) -> None:
+    play.start("a")
+    play.groups.hear("metrics")
+    wait_for(lambda: play.ask("standing_by", 1) == ["a"])
+    raise ray.train.WorkerGroupError("lost", {0: RuntimeError("killed")})
+
+
+def test_those_who_stand_by_go_on_when_others_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(monkeypatch, [dies_once_others_stand_by, stands_by], {"faults": STANDBY})
+    play.room = 1
+    play.run()
+    assert play.sizes == [1, 1]
+    assert play.entered == [1]
+    assert [turn.gate is None for turn in play.turns] == [True, False]
+
+
+def test_those_who_stand_by_are_given_up_where_their_machine_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leaves(play: Play) -> None:
+        play.start("a")
+        play.groups.hear("metrics")
+        wait_for(lambda: play.ask("standing_by", 1) == ["a"])
+        play.ask("hand_over")
+        play.leaving = {"a": 0}
+
+    play = Play(monkeypatch, [leaves, stands_by, finishes], {"faults": STANDBY})
+    play.room = 1
+    play.run()
+    assert play.entered == [None]
+    assert play.sizes == [1, 1, 1]
+
+
+def test_without_room_for_others_to_stand_by_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dies_alone(play: Play) -> None:
+        play.start("a")
+        play.groups.hear("metrics")
+        wait_for(lambda: len(play.sizes) == 2)
+        raise ray.train.WorkerGroupError("lost", {0: RuntimeError("killed")})
+
+    play = Play(monkeypatch, [dies_alone, never_starts, finishes], {"faults": STANDBY})
+    play.room = 1
+    play.run()
+    assert play.sizes == [1, 1, 1]
+    assert "no workers stood by" in play.said[0]
 
 
 def test_a_loss_while_a_group_forms_is_no_restart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +215,8 @@ def test_the_wait_for_a_group_is_bounded(monkeypatch: pytest.MonkeyPatch, room: 
 
 def test_a_notice_is_seen_where_workers_run(monkeypatch: pytest.MonkeyPatch) -> None:
     play = Play(monkeypatch, [])
-    play.ask("open")
+    play.turns.append(Turn(0))
+    play.ask("open", 0)
     group = play.start("a", "b")
     watch = Watch(play.session, PLACEMENT, play.mailbox)
     play.room, play.leaving = 1, {"elsewhere": 0}

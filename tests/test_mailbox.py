@@ -20,6 +20,7 @@ class Asked:
 
     def __init__(self) -> None:
         self._actor = Mailbox.remote(0.0, 0)  # type: ignore[attr-defined]
+        self._number = -1
 
     def __call__(self, method: str, *args: Any, **more: Any) -> Any:
         return ray.get(getattr(self._actor, method).remote(*args, **more))
@@ -28,8 +29,9 @@ class Asked:
         return [message.kind for message in self("take") if message.kind != "worker"]
 
     def start_group(self, world_size: int) -> int:
-        self("open")
-        group: int = self("enter", "a machine", 0, 1234, "here")
+        self._number += 1
+        self("open", self._number)
+        group: int = self("enter", self._number, "a machine", 0, 1234, "here")
         self("begin", group, 0, world_size)
         return group
 
@@ -58,10 +60,29 @@ def test_workers_that_are_gone_without_a_word_are_a_fault_and_those_that_hand_ov
     assert mailbox.kinds() == ["begin", "fault", "begin"]
     mailbox("hand_over")
     assert mailbox("put", 1, "warn", "heard"), "it should stop"
-    assert mailbox("ended", 100) == (True, False)
+    assert mailbox("ended", 100, failed=False) == (True, False)
     mailbox.start_group(3)
     assert mailbox.kinds() == ["warn", "begin"]
-    assert mailbox("ended", 100) == (True, True)
+    assert mailbox("ended", 100, failed=False) == (True, True)
+
+
+def test_a_group_that_ends_without_a_word_is_told_at_once() -> None:
+    mailbox = Asked()
+    group = mailbox.start_group(2)
+    mailbox("put", group, "metrics", [STEP])
+    mailbox("ended", 100, failed=True)
+    assert mailbox.kinds() == ["begin", "metrics", "fault"]
+    mailbox.start_group(2)
+    assert mailbox.kinds() == ["begin"], "told once"
+
+
+def test_only_the_open_group_may_enter() -> None:
+    mailbox = Asked()
+    mailbox("open", 3)
+    assert mailbox("enter", 4, "a machine", 0, 1234, "here") is None
+    assert mailbox("enter", 3, "a machine", 0, 1234, "here") == 0
+    mailbox("open", None)
+    assert mailbox("enter", 3, "a machine", 1, 1235, "here") is None
 
 
 def test_a_restart_is_told_in_its_parts() -> None:

@@ -35,10 +35,11 @@ from raytrain.recipe.types import Recipe
 from raytrain.run.audit import used_rows
 from raytrain.run.history import EVENTS, METRICS, read_jsonl
 
-Contender = Literal["step", "restart", "ray"]
-CONTENDERS: tuple[Contender, ...] = ("step", "restart", "ray")
+Contender = Literal["step", "restart", "standby", "ray"]
+CONTENDERS: tuple[Contender, ...] = ("step", "restart", "standby", "ray")
 FAULTS: tuple[Kind, ...] = ("kill", "hang", "drain", "remove_node")
 """What can be measured; a machine that is taken away is replaced by another at once."""
+_OF_NODES = ("drain", "remove_node")
 _CALM_STEPS = 10  # by all workers, before the next fault
 _NOTICE_S = 120.0
 _POLL_S = 0.1
@@ -51,7 +52,8 @@ class ElasticOptions:
 
     Attributes:
         workers: of each contender, at full strength.
-        contenders: ``step`` and ``restart``, our modes; ``ray``, plain Ray Train.
+        contenders: ``step`` and ``restart``, our modes; ``standby``, ``restart`` with workers that
+            stand by, on machines of their own; ``ray``, plain Ray Train.
         faults: kinds, made in this order; the first fault hits the first worker, the next one
             another, and so on.
         repeats: how often.
@@ -149,6 +151,7 @@ class ElasticReport:
 _NAMES: dict[Contender, str] = {
     "step": "raytrain, step",
     "restart": "raytrain, restart",
+    "standby": "raytrain, stand-by",
     "ray": "plain Ray Train",
 }
 
@@ -180,7 +183,8 @@ def bench_elastic(
     ShardSet.open(data, endless.input).check_files()
     found: dict[Contender, Found] = {}
     for contender in options.contenders:
-        with _machines(options.workers) as cluster:
+        machines = options.workers * (2 if contender == "standby" else 1)
+        with _machines(machines) as cluster:
             run = _Run(contender, cluster, data, folder / contender, options)
             try:
                 found[contender] = run.measure()
@@ -214,15 +218,16 @@ def _endless(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def _machines(workers: int) -> Iterator[Any]:
-    """A cluster on this machine: a raylet for the driver and torchft's Lighthouse, and others."""
+def _machines(number: int) -> Iterator[Any]:
+    """A cluster on this machine: a raylet for the driver and torchft's Lighthouse, and others, each
+    with a slot for a worker."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (slow to import)
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
     head = {"num_cpus": 1, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": health})
     try:
-        for _ in range(workers):
+        for _ in range(number):
             cluster.add_node(num_cpus=1)
         yield cluster
     finally:
@@ -248,7 +253,10 @@ class _Run:
             rest = ["raytrain.bench.plain_ray", str(recipe), data, str(self._folder), str(workers)]
         else:
             rest = ["raytrain", "train", str(recipe), "--data", data, "--workers", f"1:{workers}"]
-            rest += ["--elastic", self._contender, "--run-dir", str(self._folder)]
+            rest += ["--elastic", "step" if self._contender == "step" else "restart"]
+            rest += ["--run-dir", str(self._folder)]
+            if self._contender == "standby":
+                rest += ["--set", "faults.standby=true"]
         with self._log.open("wb") as log:
             return subprocess.Popen(  # noqa: S603 (our own words)
                 [sys.executable, "-m", *rest],
@@ -289,7 +297,7 @@ class _Run:
     def _make(self, kind: Kind, target: int, step_s: float) -> Cost:
         """Make one fault, and wait until all workers are back."""
         before = self._rows()[-1]["step"]
-        of_node = kind in ("drain", "remove_node")
+        of_node = kind in _OF_NODES
         fault = Fault(
             do=kind,
             at_step=0,
@@ -325,7 +333,14 @@ class _Run:
 
     def _is_calm(self) -> bool:
         last = self._rows()[-_CALM_STEPS:]
-        return [row["world_size"] for row in last] == [self._options.workers] * _CALM_STEPS
+        if [row["world_size"] for row in last] != [self._options.workers] * _CALM_STEPS:
+            return False
+        return self._contender != "standby" or self._others_stand_by()
+
+    def _others_stand_by(self) -> bool:
+        """Whether all that is to stand by does so since the last group began."""
+        kinds = [event["kind"] for event in self._events()]
+        return "standing_by" in kinds[::-1][: kinds[::-1].index("worker")]
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         end = time.monotonic() + self._options.patience_s

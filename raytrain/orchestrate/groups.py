@@ -4,14 +4,21 @@ Each group is a run of Ray Train's with a fixed number of workers. Ray Train can
 itself; but it takes no checkpoint before, counts lost and draining machines as room for up to 20 s,
 and waits for the end of a drain notice. Here a group hands over with a checkpoint, and the next one
 is as large as the live machines allow at that moment.
+
+With ``faults.standby`` a group of the same size is started beside the running one, as soon as that
+makes steps. Its workers do all that needs no turn (processes, imports, process group), then wait.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -21,6 +28,7 @@ from ray.train.torch import TorchTrainer
 
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.cluster import Placement
+from raytrain.orchestrate.gate import gate_beside_me
 from raytrain.orchestrate.ray_private import draining_nodes
 from raytrain.orchestrate.validate import last_line
 from raytrain.recipe.types import Faults
@@ -28,11 +36,26 @@ from raytrain.session import Session
 
 LOOK_SECONDS = 1.0
 """Time between two looks at the cluster's machines."""
+_POLL_SECONDS = 0.2
+_GIVE_UP_SECONDS = 30  # for workers that stood by to end; those that came later have no slots then
 _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is seen after as long
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # then a smaller group is tried
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # Watch does that, and doesn't wait
 }
+
+
+@dataclass(frozen=True)
+class Turn:
+    """When a group's workers may go on.
+
+    Attributes:
+        number: of the group, the driver's.
+        gate: where they wait, with all done that can be done before; None: it is their turn.
+    """
+
+    number: int
+    gate: Any = None
 
 
 class Groups:
@@ -42,7 +65,7 @@ class Groups:
         session: the run.
         placement: how many workers there may be.
         mailbox: what they tell.
-        trainer: makes Ray Train's trainer for a number of workers.
+        trainer: makes Ray Train's trainer for a number of workers and their turn.
     """
 
     def __init__(
@@ -50,15 +73,24 @@ class Groups:
         session: Session,
         placement: Placement,
         mailbox: Any,
-        trainer: Callable[[int], TorchTrainer],
+        trainer: Callable[[int, Turn], TorchTrainer],
     ) -> None:
         self._session = session
         self._placement = placement
         self._mailbox = mailbox
         self._trainer = trainer
         self._faults: Faults = session.job.recipe.faults
+        self._gate = gate_beside_me(0) if self._faults.standby else None
+        self._numbers = itertools.count()
+        self._reserve: _Group | None = None
+        self._steps_made = threading.Event()
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
+
+    def hear(self, kind: str) -> None:
+        """Take note of a message of the workers."""
+        if kind == "metrics":
+            self._steps_made.set()
 
     def run(self) -> None:
         """Run groups until the run is done, or the driver asked to stop.
@@ -68,12 +100,12 @@ class Groups:
                 few machines for too long.
         """
         restarts, waiting_since = 0, time.monotonic()
-        with _asking_for(self._placement):
+        num_steps = self._session.job.plan.num_steps
+        with _asking_for(self._placement), self._none_left_standing_by():
             while (workers := self._wait_for_room(waiting_since)) > 0:
-                ray.get(self._mailbox.open.remote())
                 failure = self._run_group(workers)
                 entered, over = ray.get(
-                    self._mailbox.ended.remote(self._session.job.plan.num_steps)
+                    self._mailbox.ended.remote(num_steps, failed=failure is not None)
                 )
                 if entered:
                     waiting_since = time.monotonic()
@@ -89,14 +121,57 @@ class Groups:
                     raise RaytrainError(_told_by_ray(failure)) from failure
 
     def _run_group(self, workers: int) -> ray.train.TrainingFailedError | None:
-        failure = None
-        try:
-            self._trainer(workers).fit()
-        except ray.train.TrainingFailedError as error:
-            failure = error
+        self._steps_made.clear()
+        reserve = self._take_reserve(workers)
+        turn = reserve.turn if reserve else Turn(next(self._numbers))
+        ray.get(self._mailbox.open.remote(turn.number))
+        if turn.gate is not None:
+            ray.get(turn.gate.open.remote(turn.number + 1))
+        group = reserve or self._start(workers, turn)
+        if self._gate is not None:
+            while group.is_running and not self._steps_made.wait(_POLL_SECONDS):
+                pass
+            if group.is_running:
+                self._reserve = self._start(workers, Turn(next(self._numbers), self._gate))
+        failure = group.failure()
         if faults := ray.get(self._mailbox.final_faults.remote()):
             raise RaytrainError(faults[0])
         return failure
+
+    def _start(self, workers: int, turn: Turn) -> _Group:
+        return _Group(workers, turn, self._trainer(workers, turn))
+
+    def _take_reserve(self, workers: int) -> _Group | None:
+        """The group that stands by, if it is what is needed now; it is given up if not."""
+        if (reserve := self._reserve) is None:
+            return None
+        nodes = ray.get(self._mailbox.standing_by.remote(reserve.turn.number))
+        fits = reserve.workers == workers and not set(nodes) & set(draining_nodes())
+        if fits and reserve.is_running:
+            self._reserve = None
+            return reserve
+        self._give_up_reserve()
+        return None
+
+    def _give_up_reserve(self) -> None:
+        """Let the group that stands by end; its slots are free then."""
+        reserve, self._reserve = self._reserve, None
+        if reserve is None:
+            return
+        if not reserve.is_running and (failure := reserve.failure()) is not None:
+            self._session.say(f"no workers stood by: {_told_by_ray(failure)}")
+            return
+        ray.get(self._mailbox.open.remote(None))
+        ray.get(reserve.turn.gate.open.remote(reserve.turn.number + 1))
+        reserve.wait(_GIVE_UP_SECONDS)
+
+    @contextmanager
+    def _none_left_standing_by(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ray.exceptions.RayError):  # Ray may be gone, and they with it
+                self._give_up_reserve()
 
     def _wait_for_room(self, since: float) -> int:
         """Workers that the next group can have; 0: the run is to stop."""
@@ -117,6 +192,46 @@ class Groups:
                 told = True
             time.sleep(LOOK_SECONDS)
         return 0
+
+
+class _Group:
+    """A run of Ray Train's, in a thread of its own.
+
+    Args:
+        workers: how many it has.
+        turn: when they may go on.
+        trainer: what runs them.
+    """
+
+    def __init__(self, workers: int, turn: Turn, trainer: TorchTrainer) -> None:
+        self.workers = workers
+        self.turn = turn
+        self._trainer = trainer
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._fit, name="raytrain-group", daemon=True)
+        self._thread.start()
+
+    def _fit(self) -> None:
+        try:
+            self._trainer.fit()
+        except BaseException as error:
+            self._error = error  # told by failure()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait for its end, so long at most."""
+        self._thread.join(seconds)
+
+    def failure(self) -> ray.train.TrainingFailedError | None:
+        """Wait for its end; gives what it failed of, if it did."""
+        self.wait()
+        if self._error is None or isinstance(self._error, ray.train.TrainingFailedError):
+            return self._error
+        raise self._error
 
 
 class Watch:

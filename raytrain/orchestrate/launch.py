@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.errors import RaytrainError, describe_bug
 from raytrain.orchestrate.cluster import Placement, cluster_hardware, ensure_ray, place
-from raytrain.orchestrate.groups import Groups, Watch
+from raytrain.orchestrate.groups import Groups, Turn, Watch
 from raytrain.orchestrate.mailbox import Message, mailbox_beside_me
 from raytrain.orchestrate.preflight import preflight
 from raytrain.orchestrate.stream import open_stream
@@ -86,7 +85,8 @@ def run_on_ray(job: Job, request: Request, startup: StartUp) -> Result:
         check_torchft()
     where = os.environ.get("RAY_ADDRESS", "a Ray of its own on this machine")
     print(f"run {job.run_dir}: starting on {where}", flush=True)
-    ensure_ray(request.verbose, most, spare=int(elastic_steps(job)))
+    standby = most if job.recipe.faults.standby else 0
+    ensure_ray(request.verbose, most, spare=standby + int(elastic_steps(job)))
     startup.ended("Ray")
     placement = place(request.workers, request.device, job.recipe.validation.where == "beside")
     if elastic_steps(job):
@@ -176,6 +176,8 @@ class _Driver:
             session.recorded_steps,
             most_restarts=restarts if elastic_steps(session.job) else None,
         )
+        self._storage = session.job.run_dir / ".ray_train"
+        self._groups = Groups(session, placement, self._mailbox, self._trainer)
         self._watch = Watch(session, placement, self._mailbox)
         self._due = session.job.checkpoints.due() if placement.beside else []
         self._validations: Validations | None = None
@@ -206,16 +208,14 @@ class _Driver:
             raise self._error
 
     def _fit(self) -> None:
-        storage = self._session.job.run_dir / ".ray_train"
         try:
-            trainer = partial(self._trainer, storage)
-            Groups(self._session, self._placement, self._mailbox, trainer).run()
+            self._groups.run()
         except BaseException as error:
             self._error = error  # raised again in the main thread
         finally:
-            shutil.rmtree(storage, ignore_errors=True)
+            shutil.rmtree(self._storage, ignore_errors=True)
 
-    def _trainer(self, storage: Path, workers: int) -> TorchTrainer:
+    def _trainer(self, workers: int, turn: Turn) -> TorchTrainer:
         job = replace(self._session.job, attempt=time.time_ns())
         os.environ[_HUNG_AFTER] = f"{3 * job.recipe.faults.hang_s}"
         replicas = self._replica_groups() if elastic_steps(job) else None
@@ -224,6 +224,7 @@ class _Driver:
             train_loop_config={
                 "job": job,
                 "mailbox": self._mailbox,
+                "turn": turn,
                 "path": [p for p in sys.path if Path(p).is_dir()] + [str(Path.cwd())],
             },
             scaling_config=ScalingConfig(
@@ -233,7 +234,7 @@ class _Driver:
             ),
             run_config=RunConfig(
                 name=f"{time.time_ns()}",
-                storage_path=str(storage),
+                storage_path=str(self._storage),
                 # Groups tries again; of replica groups, Ray replaces each one that is lost
                 failure_config=FailureConfig(max_failures=-1 if replicas else 0),
             ),
@@ -265,6 +266,7 @@ class _Driver:
             getattr(self._session, message.kind)(*message.args)
             self._made_steps |= message.kind == "metrics"
         self._watch.hear(message.kind)
+        self._groups.hear(message.kind)
 
     def _validate(self, to_the_end: bool = False) -> None:
         """Hand out what is due and take what is done.
@@ -283,11 +285,13 @@ class _Driver:
 def run_worker(config: dict[str, Any]) -> None:
     """What each of Ray Train's workers runs."""
     sys.path.extend(p for p in config["path"] if p not in sys.path)
-    mailbox = config["mailbox"]
+    mailbox, turn = config["mailbox"], config["turn"]
     context = ray.train.get_context()
     node = ray.get_runtime_context().get_node_id()
+    if turn.gate is not None:
+        _stand_by(mailbox, turn, node, context.get_world_size())
     who = (node, context.get_world_rank(), os.getpid(), socket.gethostname())
-    group: int | None = ray.get(mailbox.enter.remote(*who))
+    group: int | None = ray.get(mailbox.enter.remote(turn.number, *who))
     if group is None:
         return
     world = World(
@@ -316,6 +320,15 @@ def run_worker(config: dict[str, Any]) -> None:
         _tell_fault(mailbox, group, world, error)
         if not _all_gave_up(mailbox, world):
             raise  # so that Ray Train ends the workers that still wait for this one
+
+
+def _stand_by(mailbox: Any, turn: Turn, node: str, world_size: int) -> None:
+    """Wait until it is this worker's turn, with what torch imports in a first step imported."""
+    weight = torch.zeros(1, requires_grad=True)
+    weight.sum().backward()
+    torch.optim.SGD([weight], lr=0.1).step()
+    ray.get(mailbox.stand_by.remote(turn.number, node, world_size))
+    ray.get(turn.gate.wait.remote(turn.number))
 
 
 def _tell_fault(mailbox: Any, group: int, world: World, error: Exception) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+_WITHOUT_A_WORD = "the workers ended without a word (killed, or a lost machine)"
 _PARTS = ("stopped", "opened", "entered", "begun", "stepped")  # of a restart, in their order
 
 
@@ -53,6 +54,8 @@ class Mailbox:
         self._restarts_left = most_restarts or 0
         self._formed_in_place = self._faults_in_place = 0
         self._groups_opened = self._world_size = 0
+        self._open_group: int | None = None
+        self._standing_by: dict[int, list[str]] = {}
         self._recorded_steps = recorded_steps
         self._groups_begun = 0
         self._messages: list[Message] = []
@@ -66,24 +69,46 @@ class Mailbox:
         self._made_steps = False
         self._fault_told = False
 
-    def open(self) -> None:
-        """The next group may enter."""
+    def open(self, number: int | None) -> None:
+        """The driver's group of this number may enter, and no other; None: none may."""
+        self._open_group = number
         self._handing_over, self._nodes = False, []
         self._groups_opened += 1
         self._times["opened"] = time.monotonic()
 
-    def enter(self, node: str, rank: int, pid: int, machine: str) -> int | None:
-        """A worker has started; gives its group's number, or None: all is done.
+    def stand_by(self, number: int, node: str, world_size: int) -> None:
+        """A worker of a group that waits for its turn has started.
+
+        Args:
+            number: of the group, the driver's.
+            node: ID of its machine in Ray.
+            world_size: workers of the group.
+        """
+        nodes = self._standing_by.setdefault(number, [])
+        nodes.append(node)
+        if len(nodes) == world_size:
+            self._messages.append(Message("standing_by", (world_size,)))
+
+    def standing_by(self, number: int) -> list[str]:
+        """IDs of the machines with workers of a group that waits for its turn."""
+        return self._standing_by.get(number, [])
+
+    def enter(self, number: int, node: str, rank: int, pid: int, machine: str) -> int | None:
+        """A worker may go on; gives its group's number among those that begun, or None: it isn't
+        wanted, or all is done.
 
         All of a group's workers enter before its rank 0 begins, but those that take the place of
         one that was lost.
 
         Args:
+            number: of its group, the driver's.
             node: ID of its machine in Ray.
             rank: its place among the workers.
             pid: its process.
             machine: name of its machine.
         """
+        if number != self._open_group:
+            return None
         self._nodes.append(node)
         self._times["entered"] = time.monotonic()
         if self._stop or self._final_faults:
@@ -100,7 +125,7 @@ class Mailbox:
         elif again and world_size < self._world_size and not self._fault_told:
             self._tell_fault("a worker was lost without a word; the others went on")
         elif not again and not self._fault_told:
-            self._tell_fault("the workers ended without a word (killed, or a lost machine)")
+            self._tell_fault(_WITHOUT_A_WORD)
         if self._regroups:
             self._count(start)
         self._fault_told, self._world_size = False, world_size
@@ -145,12 +170,15 @@ class Mailbox:
         """IDs of the machines that the group's workers run on."""
         return self._nodes
 
-    def ended(self, num_steps: int) -> tuple[bool, bool]:
+    def ended(self, num_steps: int, *, failed: bool) -> tuple[bool, bool]:
         """Whether the group that has ended had started, and whether the run is over.
 
         Args:
             num_steps: of the whole run.
+            failed: whether workers were lost.
         """
+        if failed and self._made_steps and self._nodes and not self._fault_told:
+            self._tell_fault(_WITHOUT_A_WORD)
         done = self._stop or not self._handing_over or self._recorded_steps >= num_steps
         return bool(self._nodes), done
 

@@ -314,6 +314,10 @@ class Faults(Section):
     place as they go on."""
     max_restarts: NonNegativeInt = 3
     """Restarts from the newest checkpoint before the run gives up."""
+    standby: bool = False
+    """`elastic: restart`: whether as many workers again wait, started and with all imported, to go
+    on from the newest checkpoint at once when some are lost. They take slots (GPUs, where workers
+    have them) and memory of their own."""
     hang_s: PositiveFloat = 20.0
     """`elastic: step`: seconds that workers wait in a step for one that doesn't move before they go
     on without it; it must be longer than any step. In both modes a worker that doesn't answer for
@@ -391,6 +395,15 @@ class Recipe(Section):
             raise ValueError(
                 "compile: true compiles anew for each number of workers, which faults.elastic: "
                 "step changes at any step; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_stand_by_for_restarts(self) -> Self:
+        if self.faults.standby and self.faults.elastic == "step":
+            raise ValueError(
+                "faults.standby: true is for faults.elastic: restart; with step a lost worker is "
+                "replaced as the others go on; leave one of them out"
             )
         return self
 

@@ -32,6 +32,7 @@ QUIET_EVENTS = (
     "checkpoint",
     "validation",
     "restarted",
+    "standing_by",
     "end",
 )
 
