@@ -9,10 +9,9 @@ train: $(INSTALLED)  ## the default job: digits from image files to a trained mo
 	$(BIN)/raytrain demo
 
 test: lint  ## lint, types, import contract, tests
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
-	$(BIN)/pip install --quiet --editable '.[dev,hosts]'
 	$(BIN)/pytest -m slow
 
 lint: $(INSTALLED)

@@ -77,12 +77,7 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
     asked = parse_workers(workers)
     if engine == "inline" and asked not in (None, (1, 1)):
         raise RaytrainError(f"--workers {workers}: the inline engine has one worker; leave it out")
-    chosen = _recipe(recipe)
-    shards = ShardSet.open(data, chosen.input)
-    shards.check_files()
-    if model is None:
-        check_model(chosen.model)
-    job = Job(chosen, shards, _run_dir(run_dir, ""), Parts(model, loss, optimizer))
+    job = _job(_recipe(recipe), data, Parts(model, loss, optimizer), run_dir)
     if (finished := finished_before(job)) is not None:
         return finished
     startup.ended("data and model")
@@ -91,6 +86,14 @@ def fit(  # noqa: PLR0913 (the keywords of the command line, each with a default
     from raytrain.orchestrate.launch import Request, run_on_ray  # noqa: PLC0415 (starts Ray)
 
     return run_on_ray(job, Request(asked, device, price_per_hour, verbose), startup)
+
+
+def _job(recipe: Recipe, data: str | Path, parts: Parts, run_dir: str | Path | None) -> Job:
+    shards = ShardSet.open(data, recipe.input)
+    shards.check_files()
+    if parts.model is None:
+        check_model(recipe.model)
+    return Job(recipe, shards, _run_dir(run_dir, ""), parts)
 
 
 @dataclass(frozen=True)

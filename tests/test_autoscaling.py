@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from raytrain.run.history import read_jsonl
-from tests.hosts import answers
+from tests.hosts import PROGRAMS, answers
 from tests.hosts.jobs import write_folder
 from tests.sets import write_set
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "hosts" / "autoscaling.py"
 PRIVATE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -28,11 +28,12 @@ def test_a_run_gets_nodes_uses_them_and_lets_them_go(drawn_images: Path, tmp_pat
     write_set(drawn_images, tmp_path / "set")
     write_folder(tmp_path / "work")
     command = f"{ENTER} {sys.executable} {SCRIPT} {tmp_path}"
+    path = f"{PROGRAMS}:{os.environ['PATH']}"  # Ray's helper calls `ray`
     log = tmp_path / "log"
     with log.open("w") as out:
         done = subprocess.run(
-            [*PRIVATE, "bash", "-c", command], stdout=out, stderr=out, check=False, timeout=580,
-            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+            [*PRIVATE, "bash", "-c", command], stdout=out, stderr=out, check=False, timeout=1100,
+            env={**os.environ, "RAY_AUTH_MODE": "disabled", "PATH": path},
         )  # fmt: skip
     assert done.returncode == 0, log.read_text()
     seen = json.loads((tmp_path / "seen.json").read_text())

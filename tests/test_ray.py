@@ -39,20 +39,42 @@ RECIPE: dict[str, Any] = {
 
 
 class DiesOnce(nn.Module):
-    """A model that kills its process in one forward pass, unless another has done so before."""
+    """A model that kills its process in one forward pass, unless another has done so before.
 
-    def __init__(self, num_classes: int, marker: Path, forwards: int, training: bool) -> None:
+    Args:
+        num_classes: of the model.
+        marker: file that the one who does it leaves.
+        forwards: the pass in which that is, from 1.
+        training: whether of training or of validation.
+        awaited: words in a file, without which the pass waits.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        marker: Path,
+        forwards: int,
+        training: bool,
+        awaited: tuple[str, Path] | None = None,
+    ) -> None:
         super().__init__()
         self.body = plain_cnn(num_classes)
         self._marker, self._left, self._in_training = marker, forwards, training
+        self._awaited = awaited
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training == self._in_training:
             self._left -= 1
-            if self._left == 0 and self._is_first():
-                os.kill(os.getpid(), signal.SIGKILL)
+            if self._left == 0 and not self._marker.exists():
+                self._wait()
+                if self._is_first():
+                    os.kill(os.getpid(), signal.SIGKILL)
         out: Tensor = self.body(x)
         return out
+
+    def _wait(self) -> None:
+        while self._awaited is not None and self._awaited[0] not in self._awaited[1].read_text():
+            time.sleep(0.1)
 
     def _is_first(self) -> bool:
         try:
@@ -106,6 +128,27 @@ def test_a_worker_that_is_killed(undisturbed: Path, drawn_set: Path, tmp_path: P
     assert [kind for kind, _ in events if kind in ("fault", "recovery")] == ["fault", "recovery"]
     assert dict(events)["recovery"] in (4, 6, 8)
     assert json.loads((run_dir / "summary.json").read_text())["faults"] == 1
+
+
+def test_others_stand_by_when_a_worker_is_killed(
+    undisturbed: Path, drawn_set: Path, tmp_path: Path
+) -> None:
+    """The same end, made by processes that were there before the fault."""
+    run_dir = tmp_path / "run"
+    awaited = ("standing_by", run_dir / "events.jsonl")
+
+    def dies_when_others_stand_by(num_classes: int) -> nn.Module:
+        return DiesOnce(num_classes, tmp_path / "died", 11, training=True, awaited=awaited)
+
+    recipe = RECIPE | {"faults": {"standby": True}}
+    model = dies_when_others_stand_by
+    raytrain.fit(recipe, drawn_set, model=model, workers=2, run_dir=run_dir)
+    assert_same(run_dir, undisturbed)
+    events = read_jsonl(run_dir / "events.jsonl")
+    kinds = [event["kind"] for event in events]
+    assert kinds.count("fault") == kinds.count("recovery") == 1
+    assert kinds.index("standing_by") < kinds.index("fault") < kinds.index("recovery")
+    assert kinds.count("worker") == 4
 
 
 def test_a_validation_that_is_killed(undisturbed: Path, drawn_set: Path, tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ from tests.hosts import (
 from tests.hosts.jobs import Jobs, write_folder
 from tests.sets import write_set
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]  # with apt-get, where sshd is missing
+pytestmark = pytest.mark.timeout(3600)  # four minutes on two cores, and on a busy machine far more
 
 FILE = SHARED / "cluster.yaml"
-EPOCHS, STEPS_AN_EPOCH, IMAGES = 100, 6, 331
+EPOCHS, STEPS_AN_EPOCH, IMAGES = 150, 6, 331
 
 
 @dataclass(frozen=True)
@@ -88,15 +88,15 @@ def cluster(
         (hosts.shared / "cluster.yaml").write_text(yaml.safe_dump(cluster_file(hosts)))
         check(hosts.at_desk("ray", "get-auth-token", "--generate"))
         up = ["env", "RAY_UP_enable_autoscaler_v2=0", "ray", "up", "--yes", str(FILE)]
-        check(hosts.at_desk(*up), limit_s=180)
+        check(hosts.at_desk(*up))
         phases.end("ray up")
         jobs = Jobs(lambda command: hosts.at_desk(*command), SHARED / "work")
         cluster = Cluster(hosts, jobs, phases)
         forward = hosts.at_desk("ray", "dashboard", FILE)
         with subprocess.Popen(forward, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as it:
             try:
-                wait_for(cluster.jobs.can_be_asked, 60)
-                wait_for(lambda: cluster.nodes() == 3, 240)
+                wait_for(cluster.jobs.can_be_asked)
+                wait_for(lambda: cluster.nodes() == 3)
                 phases.end("all nodes there")
                 yield cluster
             finally:
@@ -118,19 +118,19 @@ def test_a_pulled_cable(cluster: Cluster) -> None:
     run_dir = hosts.shared / "run"
     train = ["raytrain", "train", "mine.yaml", "--data", f"{SHARED}/set", "--workers", "1:2"]
     train += ["--run-dir", f"{SHARED}/run", "--set", f"phases.0.epochs={EPOCHS}"]
-    train += ["--set", "validation.every_epochs=50", "--set", "checkpoint.every_steps=10"]
+    train += ["--set", "validation.every_epochs=75", "--set", "checkpoint.every_steps=10"]
     # grown again whatever that costs, and at once: it is a short run for so slow a start
     train += ["--set", "resize.min_gain=0", "--set", "resize.rest_s=1"]
     jobs.submit("run", *train)
-    wait_for(lambda: len(read_jsonl(run_dir / "metrics.jsonl")) >= 15, 180)  # one checkpoint, at 10
+    wait_for(lambda: len(read_jsonl(run_dir / "metrics.jsonl")) >= 15)  # one checkpoint, at 10
     phases.end("job submitted, 15 steps on two hosts")
 
     hosts.cut(2)
-    wait_for(lambda: sizes(run_dir) == [1], 120)
+    wait_for(lambda: sizes(run_dir) == [1])
     phases.end("cable pulled; on with one host")
 
     hosts.mend(2)
-    wait_for(lambda: sizes(run_dir) == [1, 2], 180)
+    wait_for(lambda: sizes(run_dir) == [1, 2])
     phases.end("cable in again; on with both")
 
     (hosts.shared / "hurry").touch()
@@ -144,7 +144,7 @@ def test_a_pulled_cable(cluster: Cluster) -> None:
 
 def test_down_ends_the_head(cluster: Cluster) -> None:
     check(cluster.hosts.at_desk("ray", "down", "--yes", FILE))
-    wait_for(lambda: not answers(cluster.hosts.on(0, "pgrep raylet || pgrep gcs_server")), 60)
+    wait_for(lambda: not answers(cluster.hosts.on(0, "pgrep raylet || pgrep gcs_server")))
     cluster.phases.end("ray down")
 
 

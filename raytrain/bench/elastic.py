@@ -40,6 +40,7 @@ CONTENDERS: tuple[Contender, ...] = ("step", "restart", "standby", "ray")
 FAULTS: tuple[Kind, ...] = ("kill", "hang", "drain", "remove_node")
 """What can be measured; a machine that is taken away is replaced by another at once."""
 _OF_NODES = ("drain", "remove_node")
+_CHECKPOINT_STEPS = 20  # where the recipe has none
 _CALM_STEPS = 10  # by all workers, before the next fault
 _NOTICE_S = 120.0
 _POLL_S = 0.1
@@ -212,6 +213,7 @@ def _endless(recipe: Recipe) -> Recipe:
         "target": {},
         "input.audit": True,
         "faults.max_restarts": 1000,
+        "checkpoint.every_steps": recipe.checkpoint.every_steps or _CHECKPOINT_STEPS,
         "resize": {"min_gain": 0, "settle_s": 0.5, "rest_s": 0},
     }
     return change_recipe(recipe, changes, "bench elastic")

@@ -55,7 +55,7 @@ def ensure_ray(verbose: bool = False, workers: int = 1, spare: int = 0) -> None:
                 log_to_driver=verbose,
                 logging_level=level,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises bare ones, as when its processes don't start in time
         where = f"the cluster at RAY_ADDRESS={address}" if address else "a local Ray"
         raise RaytrainError(
             f"can't start on {where}: {str(error).splitlines()[0]}; "

@@ -36,6 +36,7 @@ from raytrain.session import Session
 
 LOOK_SECONDS = 1.0
 """Time between two looks at the cluster's machines."""
+_ASK_SECONDS = 5.0  # as often as Ray's autoscaler looks
 _POLL_SECONDS = 0.2
 _GIVE_UP_SECONDS = 30  # for workers that stood by to end; those that came later have no slots then
 _SETTINGS = {
@@ -248,7 +249,7 @@ class Watch:
         self._placement = placement
         self._mailbox = mailbox
         self._resize = session.job.recipe.resize
-        self._next_look = 0.0
+        self._next_look = self._next_ask = 0.0
         self._room_seen = (0, 0.0)
         self._handing_over = False
         self._stepped_at: float | None = None
@@ -281,6 +282,9 @@ class Watch:
             self._look_for_more(now)
 
     def _look_for_more(self, now: float) -> None:
+        if now >= self._next_ask:
+            ask_for(self._placement)
+            self._next_ask = now + _ASK_SECONDS
         room = min(room_for_workers(self._placement), self._placement.workers[1])
         if room != self._room_seen[0]:
             self._room_seen = (room, now)
@@ -331,15 +335,24 @@ def room_for_workers(placement: Placement) -> int:
 @contextmanager
 def _asking_for(placement: Placement) -> Iterator[None]:
     """Inside, a cluster that can grow is asked for the most workers that the run can use."""
-    unit = "GPU" if placement.use_gpu else "CPU"
-    most = placement.workers[1] + placement.validator_gpu
-    if placement.elastic:
-        request_resources(bundles=[{unit: 1}] * most)
+    ask_for(placement)
     try:
         yield
     finally:
         if placement.elastic:
             request_resources(bundles=[])
+
+
+def ask_for(placement: Placement) -> None:
+    """Ask a cluster that can grow for the most workers that the run can use.
+
+    A cluster keeps the last request only, whoever made it, and Ray Data and Ray Train make one
+    every 20 s for what runs: so this is to be said again and again.
+    """
+    unit = "GPU" if placement.use_gpu else "CPU"
+    most = placement.workers[1] + placement.validator_gpu
+    if placement.elastic:
+        request_resources(bundles=[{unit: 1}] * most)
 
 
 def _told_by_ray(error: ray.train.TrainingFailedError) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,18 @@ from typing import Any
 import ray
 from ray.cluster_utils import AutoscalingCluster
 
+from raytrain.run.history import read_jsonl
+
 HEAD = "ray.head.default"
+_LISTS = (
+    "cluster_synced_files",
+    "initialization_commands",
+    "setup_commands",
+    "head_setup_commands",
+    "worker_setup_commands",
+    "head_start_ray_commands",
+    "worker_start_ray_commands",
+)
 
 
 class FakeCluster(AutoscalingCluster):
@@ -33,7 +45,14 @@ class FakeCluster(AutoscalingCluster):
             "max_workers": 3,
             "upscaling_speed": 3.0,
             "idle_timeout_minutes": 0.2,
-            "provider": {"type": "fake_multinode"},
+            "provider": {
+                "type": "fake_multinode",
+                "disable_node_updaters": True,  # nodes are processes: nothing to reach by SSH
+                "disable_launch_config_check": True,
+            },
+            "auth": {},
+            "file_mounts": {},
+            **{key: [] for key in _LISTS},
             "head_node_type": HEAD,
             "available_node_types": worker_node_types | {HEAD: head},
         }
@@ -51,14 +70,19 @@ def main(folder: Path) -> None:
     ray.init(address="auto", log_to_driver=False)
     seen = {"before": alive(), "most": 0}
     train = [sys.executable, "-m", "raytrain", "train", "mine.yaml", "--data", str(folder / "set")]
-    train += ["--workers", "1:4", "--run-dir", str(folder / "run"), "--set", "phases.0.epochs=60"]
-    train += ["--set", "validation.every_epochs=60", "--set", "checkpoint.every_steps=10"]
+    train += ["--workers", "1:4", "--run-dir", str(folder / "run"), "--set", "phases.0.epochs=999"]
+    train += ["--set", "validation.every_epochs=999", "--set", "checkpoint.every_steps=10"]
+    train += ["--set", "resize.min_gain=0", "--set", "resize.rest_s=1"]
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:6379"}
     with subprocess.Popen(train, cwd=folder / "work", env=environment) as run:
         while run.poll() is None:
             seen["most"] = max(seen["most"], alive())
+            rows = read_jsonl(folder / "run" / "metrics.jsonl")
+            if rows and rows[-1]["world_size"] == 4:
+                run.send_signal(signal.SIGTERM)
+                break
             time.sleep(1)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400  # Ray Data's last requests count for 3 minutes
     while alive() > 1 and time.monotonic() < deadline:
         time.sleep(1)
     seen["after"] = alive()
@@ -66,7 +90,6 @@ def main(folder: Path) -> None:
     print(f"run ended with {run.returncode}; {seen}")
     ray.shutdown()
     cluster.shutdown()  # type: ignore[no-untyped-call]
-    sys.exit(run.returncode)
 
 
 if __name__ == "__main__":

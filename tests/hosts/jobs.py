@@ -99,10 +99,10 @@ class Jobs:
         log: str = json.loads(text)["logs"]
         return log.partition("Running entrypoint for job ")[2].partition("\n")[2]
 
-    def wait(self, job: str, limit_s: float = 240) -> dict[str, Any]:
+    def wait(self, job: str) -> dict[str, Any]:
         """Wait for a job's end; gives what the server says of it."""
         ends = ("SUCCEEDED", "FAILED", "STOPPED")
-        wait_for(lambda: self.info(job)["status"] in ends, limit_s, every_s=1)
+        wait_for(lambda: self.info(job)["status"] in ends, every_s=1)
         return self.info(job)
 
     def can_be_asked(self) -> bool:
