@@ -271,7 +271,7 @@ def _write_slowly(seconds: float) -> None:
     write = CheckpointFolder.write_copy
 
     def slow(self: CheckpointFolder, copied: Any) -> Checkpoint:
-        if copied._validate:
+        if copied.validates:
             time.sleep(seconds)
         return write(self, copied)
 

@@ -190,6 +190,11 @@ class CheckpointFolder:
         """Whether there is a checkpoint after ``step`` steps, damaged or not."""
         return self._path_of(step).exists()
 
+    def newest_step(self) -> int:
+        """Steps done of the newest checkpoint, damaged or not; 0 without one."""
+        steps = (int(path.name.removeprefix("step-")) for path in self.path.glob("step-*"))
+        return max(steps, default=0)
+
     def due(self) -> list[Checkpoint]:
         """Whole checkpoints whose validation is still to come, oldest first."""
         return [_open(path.parent) for path in sorted(self.path.glob(f"step-*/{_DUE}"))]
@@ -243,7 +248,7 @@ class _Copied:
 
     def __init__(self) -> None:
         self.about: dict[str, Any] = {}
-        self._validate = False
+        self.validates = False  # whether these weights are to be validated
         self._files: dict[str, HostTensors] = {}
 
     def fill(self, snapshot: Snapshot) -> None:
@@ -262,7 +267,7 @@ class _Copied:
             "seconds": snapshot.seconds,
             "training": rest,
         }
-        self._validate = snapshot.validate
+        self.validates = snapshot.validate
 
     def write(self, folder: Path) -> None:
         sha256 = {}
@@ -273,7 +278,7 @@ class _Copied:
             json.dump(self.about | {"sha256": sha256}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if self._validate:
+        if self.validates:
             (folder / _DUE).touch()
         _sync(folder)
 
@@ -336,9 +341,15 @@ class CheckpointWriter:
     def hold(self, snapshot: Snapshot) -> None:
         """Copy a snapshot, and don't write it unless ``write_held`` asks for that.
 
+        One that is to be validated is held until it, or a later one, is on the storage: who writes
+        it may be lost while the others make the next steps.
+
         Args:
             snapshot: its tensors may change once this returns.
         """
+        keeps = self._held is not None and self._copied.validates and not snapshot.validate
+        if keeps and self._folder.newest_step() < (self._held or 0):
+            return
         self._join(STORAGE_SECONDS)
         self._copied.fill(snapshot)
         self._held = snapshot.step
