@@ -249,7 +249,7 @@ class Watch:
         self._placement = placement
         self._mailbox = mailbox
         self._resize = session.job.recipe.resize
-        self._next_look = self._next_ask = 0.0
+        self._next_look = 0.0
         self._room_seen = (0, 0.0)
         self._handing_over = False
         self._stepped_at: float | None = None
@@ -282,9 +282,6 @@ class Watch:
             self._look_for_more(now)
 
     def _look_for_more(self, now: float) -> None:
-        if now >= self._next_ask:
-            ask_for(self._placement)
-            self._next_ask = now + _ASK_SECONDS
         room = min(room_for_workers(self._placement), self._placement.workers[1])
         if room != self._room_seen[0]:
             self._room_seen = (room, now)
@@ -334,25 +331,33 @@ def room_for_workers(placement: Placement) -> int:
 
 @contextmanager
 def _asking_for(placement: Placement) -> Iterator[None]:
-    """Inside, a cluster that can grow is asked for the most workers that the run can use."""
-    ask_for(placement)
+    """Inside, a cluster that can grow is asked for the most workers that the run can use.
+
+    A cluster keeps the last request only, whoever made it, and Ray Data and Ray Train make one
+    every 20 s for what runs: so this one is made again and again.
+    """
+    if not placement.elastic:
+        yield
+        return
+    unit = "GPU" if placement.use_gpu else "CPU"
+    bundles = [{unit: 1}] * (placement.workers[1] + placement.validator_gpu)
+    over = threading.Event()
+
+    def ask() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):  # Ray may be gone; the run tells of it
+            request_resources(bundles=bundles)
+            while not over.wait(_ASK_SECONDS):
+                request_resources(bundles=bundles)
+
+    asking = threading.Thread(target=ask, name="raytrain-ask", daemon=True)
+    asking.start()
     try:
         yield
     finally:
-        if placement.elastic:
+        over.set()
+        asking.join(_GIVE_UP_SECONDS)
+        with contextlib.suppress(ray.exceptions.RayError):
             request_resources(bundles=[])
-
-
-def ask_for(placement: Placement) -> None:
-    """Ask a cluster that can grow for the most workers that the run can use.
-
-    A cluster keeps the last request only, whoever made it, and Ray Data and Ray Train make one
-    every 20 s for what runs: so this is to be said again and again.
-    """
-    unit = "GPU" if placement.use_gpu else "CPU"
-    most = placement.workers[1] + placement.validator_gpu
-    if placement.elastic:
-        request_resources(bundles=[{unit: 1}] * most)
 
 
 def _told_by_ray(error: ray.train.TrainingFailedError) -> str:
