@@ -129,10 +129,10 @@ class Outside(Protocol):
         the run should stop."""
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint is whole, as may be known. Called from any thread of rank 0."""
+        """A checkpoint is whole, as may be known. Called from any thread of who wrote it."""
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
-        """The checkpoint after ``step`` steps isn't there. Called from any thread of rank 0."""
+        """The checkpoint after ``step`` steps isn't there. Called from any thread, as above."""
 
     def validation(self, row: ValidationRow) -> bool:
         """Rank 0 has validated, in line, the weights whose checkpoint is whole by now.
@@ -216,7 +216,7 @@ class Hands:
 def make_steps(job: Job, team: Team, outside: Outside, hands: Hands, start: int) -> None:
     """The loop: from step ``start`` to the end, the target or a request to stop."""
     recipe, plan, learner, lead = job.recipe, job.plan, hands.learner, hands.lead
-    team.prepare(*state_functions(learner, hands.meter, team.world.device), lead.end)
+    team.prepare(*state_functions(learner, hands.meter, team.world.device), lead.hand_on)
     asked_to_stop = stop = False
     for index in team.steps(start, plan.num_steps):
         world, step = team.world, plan.step(index)
@@ -257,12 +257,16 @@ def make_steps(job: Job, team: Team, outside: Outside, hands: Hands, start: int)
 
 
 class Lead:
-    """What only the first worker does, where the first one may be lost and another takes over.
+    """What one worker does for all, where it may be lost and another takes over.
+
+    The first worker writes checkpoints. Where it may be lost, the others hold what it writes. A new
+    process may have its place by the time that they form anew, and knows nothing of what it was to
+    write: the first of those who do writes that.
 
     Args:
         team: tells which worker is the first.
         outside: the engine.
-        writer: of checkpoints. Where the first worker may be lost, the others hold what it writes.
+        writer: of checkpoints.
         clock: the training clock; that of the first worker is the run's.
     """
 
@@ -270,14 +274,13 @@ class Lead:
         self, team: Team, outside: Outside, writer: CheckpointWriter, clock: Clock
     ) -> None:
         self._team, self._outside, self._writer = team, outside, writer
-        self._is_mine = False
         self.clock = clock
 
     def pass_on(self, index: int) -> None:
         """The team has formed to make a step: take the lead where it is this worker's now."""
         if self._team.world.is_first:
             self.clock = Clock(self._outside.begin(index, self._team.world.size))
-        self._take_over()
+        self._inherit()
 
     def save(self, snapshot: Snapshot, *, needed: bool) -> None:
         """Write a checkpoint, or hold it until the next one."""
@@ -296,17 +299,19 @@ class Lead:
         self._writer.wait()
         return self._outside.validation(row)
 
-    def end(self) -> None:
-        """The first worker's checkpoints are whole when it returns."""
-        self._take_over()
-        if self._team.world.is_first:
-            self._writer.finish()
+    def hand_on(self) -> None:
+        """The team is at the end, and may have formed anew for that."""
+        self._inherit()
+        self.end()
 
-    def _take_over(self) -> None:
-        """See to it that the last checkpoint is there, and known: another one was to write it."""
-        if self._team.world.is_first and not self._is_mine:
+    def end(self) -> None:
+        """The checkpoints that are this worker's to write are whole when it returns."""
+        self._writer.finish()
+
+    def _inherit(self) -> None:
+        """See to it that the last checkpoint is there, and known: a lost one was to write it."""
+        if self._team.is_heir:
             self._writer.write_held()
-        self._is_mine = self._team.world.is_first
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,7 @@ class ReplicaTeam:
         world: who this worker is in the step that is being made.
         quorum: number of the quorum that makes the step; it grows.
         formed_anew: whether that is another quorum than the last step's.
+        is_heir: whether this worker is the first of those in it who made the step before.
     """
 
     forms_in_steps = True
@@ -98,7 +99,8 @@ class ReplicaTeam:
     def __init__(self, world: World, waits: Waits) -> None:
         self.world = world
         self.quorum = -1
-        self.formed_anew = False
+        self.formed_anew = self.is_heir = False
+        self._made_last = False
         self._waits = waits
         self._manager: Manager | None = None
         self._give: Callable[[], State] = dict
@@ -111,8 +113,13 @@ class ReplicaTeam:
         take: Callable[[State], None],
         end: Callable[[], None],
     ) -> None:
-        """Say how the state goes from peer to peer, and what the first worker ends with."""
-        self._give, self._take, self._end = give, take, end
+        """Say how the state goes from peer to peer, and what each worker ends with."""
+
+        def join(state: State) -> None:
+            self._made_last = False
+            take(state)
+
+        self._give, self._take, self._end = give, join, end
 
     def steps(self, start: int, end: int) -> Iterator[int]:
         """The steps to make, each as often as it takes; who joins begins where the others are."""
@@ -128,6 +135,7 @@ class ReplicaTeam:
             assert rank is not None
             self.world = replace(self.world, rank=rank, size=size)
             self.formed_anew, self.quorum = self.quorum != group.quorum, group.quorum
+            self.is_heir = self.formed_anew and self._inherits()
             if manager.current_step() < end:
                 yield manager.current_step()
             elif self._has_ended():
@@ -158,6 +166,7 @@ class ReplicaTeam:
             work.wait()
         if not manager.should_commit():
             return False
+        self._made_last = True
         tally.copy_(total)
         for value, mean in zip(values, flat.split([v.numel() for v in values]), strict=True):
             value.copy_(mean.view_as(value))
@@ -176,12 +185,21 @@ class ReplicaTeam:
             self._manager = None
 
     def _has_ended(self) -> bool:
-        """Wait for what the first worker still does; False where it was lost over that."""
+        """Wait for what the others still do for all; False where one was lost over that."""
         manager = self._there()
-        if self.world.is_first:
-            self._end()
+        self._end()
         manager.allreduce(torch.zeros(1, device=self.world.device)).wait()
         return bool(manager.should_commit())
+
+    def _inherits(self) -> bool:
+        """Whether no worker before this one made the step before. All of the quorum call this."""
+        manager = self._there()
+        made = torch.zeros(self.world.size, device=self.world.device)
+        made[self.world.rank] = float(self._made_last)
+        manager.allreduce(made, reduce_op=dist.ReduceOp.SUM).wait()
+        if manager.errored() is not None:  # then the step fails too, and the next quorum asks
+            return False
+        return self._made_last and not made[: self.world.rank].any()
 
     def _there(self) -> Manager:
         assert self._manager is not None, "steps() has not begun"

@@ -37,6 +37,11 @@ class Team(Protocol):
     def formed_anew(self) -> bool:
         """Whether the team of this step is another than that of the step before."""
 
+    @property
+    def is_heir(self) -> bool:
+        """Whether this worker is the first of those who made the step before: what another one
+        was to do then, and is lost, it does."""
+
     def prepare(
         self,
         give: Callable[[], State],
@@ -48,7 +53,7 @@ class Team(Protocol):
         Args:
             give: the state of training, for a worker that joins.
             take: goes on from such a state, when joining.
-            end: ends what the first worker does; the others stay until then.
+            end: ends what this worker does for all; the others stay until then.
         """
 
     def steps(self, start: int, end: int) -> Iterator[int]:
@@ -86,6 +91,7 @@ class FixedTeam:
     quorum = 0
     forms_in_steps = False
     formed_anew = False
+    is_heir = False
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -347,8 +347,10 @@ class CheckpointWriter:
         Args:
             snapshot: its tensors may change once this returns.
         """
-        keeps = self._held is not None and self._copied.validates and not snapshot.validate
-        if keeps and self._folder.newest_step() < (self._held or 0):
+        holds_due = self._held is not None and self._copied.validates
+        if not snapshot.validate and (
+            self.is_writing() or (holds_due and self._folder.newest_step() < (self._held or 0))
+        ):
             return
         self._join(STORAGE_SECONDS)
         self._copied.fill(snapshot)
