@@ -9,7 +9,7 @@ train: $(INSTALLED)  ## the default job: digits from image files to a trained mo
 	$(BIN)/raytrain demo
 
 test: lint  ## lint, types, import contract, tests
-	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+	$(BIN)/pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(INSTALLED)  ## the tests that take minutes
 	$(BIN)/pytest -m slow

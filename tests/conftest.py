@@ -12,7 +12,23 @@ from numpy.typing import NDArray
 
 from tests.sets import write_set
 
+LONG_FILES = (  # first, so that none of them is left to one process at the end
+    "test_ray.py",
+    "test_sweep.py",
+    "test_real_hosts.py",
+    "test_notebooks.py",
+    "test_jobs.py",
+    "test_demo.py",
+    "test_stream.py",
+    "test_elastic.py",
+)
 SHAPES = ("circle", "cross", "square", "stripes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the long files first; `--no-loadscope-reorder` keeps them there."""
+    place = {name: i for i, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
 @pytest.fixture(scope="session")

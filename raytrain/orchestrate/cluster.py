@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 
@@ -44,23 +45,33 @@ def ensure_ray(verbose: bool = False, workers: int = 1, spare: int = 0) -> None:
     level = logging.INFO if verbose else logging.ERROR
     for name in ("ray", "ray.data", "ray.train"):
         logging.getLogger(name).setLevel(level)
+    log: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
+    if not address:
+        _start_here(max(cores, workers + spare), log)
+        return
     try:
-        if address:
-            ray.init(address=address, log_to_driver=verbose, logging_level=level)
-        else:
-            ray.init(
-                address="local",
-                num_cpus=max(cores, workers + spare),
-                include_dashboard=False,
-                log_to_driver=verbose,
-                logging_level=level,
-            )
-    except Exception as error:  # Ray raises bare ones, as when its processes don't start in time
-        where = f"the cluster at RAY_ADDRESS={address}" if address else "a local Ray"
+        ray.init(address=address, **log)
+    except Exception as error:  # Ray raises bare ones
         raise RaytrainError(
-            f"can't start on {where}: {str(error).splitlines()[0]}; "
+            f"can't start on the cluster at RAY_ADDRESS={address}: {str(error).splitlines()[0]}; "
             "check the address, or unset RAY_ADDRESS to train on this machine"
         ) from error
+
+
+def _start_here(slots: int, log: dict[str, Any]) -> None:
+    """Start a Ray of our own; once more where its processes weren't there within Ray's 30 s."""
+    for tries_left in (1, 0):
+        try:
+            ray.init(address="local", num_cpus=slots, include_dashboard=False, **log)
+        except Exception as error:
+            ray.shutdown()
+            if not tries_left:
+                raise RaytrainError(
+                    f"can't start a local Ray: {str(error).splitlines()[0]}; try again when this "
+                    "machine is less busy"
+                ) from error
+        else:
+            return
 
 
 @dataclass(frozen=True)
