@@ -10,7 +10,7 @@ import torch
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.errors import RaytrainError
 from raytrain.parallel.team import FixedTeam
-from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.checkpoint import Checkpoint, Snapshot
 from raytrain.run.kernels import kernel_fault
 from raytrain.run.record import cpu_model
 from raytrain.run.rows import Hardware, StepRow, ValidationRow
@@ -111,6 +111,9 @@ class _InThisProcess:
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         self._session.checkpoint(checkpoint)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Nothing: memory beside this process would be lost with it."""
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         self._session.checkpoint_failed(step, reason)

@@ -131,6 +131,9 @@ class Outside(Protocol):
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """A checkpoint is whole, as may be known. Called from any thread of who wrote it."""
 
+    def keep(self, snapshot: Snapshot) -> None:
+        """Rank 0 has a state for a restart to go on from, which nobody waits for."""
+
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """The checkpoint after ``step`` steps isn't there. Called from any thread, as above."""
 
@@ -227,7 +230,8 @@ def make_steps(job: Job, team: Team, outside: Outside, hands: Hands, start: int)
         hands.audit.tries(index, team.quorum, batch.rows)
         validates = plan.validates_after(index)
         saves = validates or _due(step, recipe.checkpoint.every_steps)
-        tells = saves or _due(step, recipe.log.every_steps)
+        keeps = _due(step, recipe.checkpoint.memory_steps) and not saves
+        tells = saves or keeps or _due(step, recipe.log.every_steps)
 
         torch.manual_seed(_seed(recipe.seed, index, world.rank))
         sums = forward_backward(learner, batch, step, world)
@@ -247,6 +251,8 @@ def make_steps(job: Job, team: Team, outside: Outside, hands: Hands, start: int)
         if (saves or stop) and (world.is_first or team.forms_in_steps):
             snapshot = take_snapshot(learner, job, step, lead.clock.seconds())
             lead.save(snapshot, needed=validates or stop)
+        elif keeps and world.is_first:
+            outside.keep(take_snapshot(learner, job, step, lead.clock.seconds()))
         if validates and not job.beside:
             row = validate_in_line(learner, job, step, team, lead.clock, outside.threads)
             told_to_stop = team.agree([int(lead.validated(row))]) != [0]

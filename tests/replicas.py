@@ -25,7 +25,7 @@ from raytrain.data.shards import ShardSet
 from raytrain.inline import local_hardware
 from raytrain.parallel.replicas import ReplicaTeam, Waits
 from raytrain.recipe.types import Recipe
-from raytrain.run.checkpoint import Checkpoint, CheckpointFolder
+from raytrain.run.checkpoint import Checkpoint, CheckpointFolder, Snapshot
 from raytrain.run.rows import StepRow
 from raytrain.session import Session
 from raytrain.train import Clock, Job, Parts, train
@@ -100,6 +100,9 @@ class _Outside:
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         self.driver.checkpoint(checkpoint)
+
+    def keep(self, snapshot: Snapshot) -> None:
+        raise AssertionError(f"step {snapshot.step}: the others have the state")
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         if "left out" not in reason:  # one more is left out where this machine is busy

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+import time
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,6 +24,8 @@ from raytrain.run.checkpoint import (
     Checkpoint,
     CheckpointFolder,
     CheckpointWriter,
+    MemoryCopier,
+    Packed,
     Snapshot,
 )
 from raytrain.run.tensors import join_state, split_state
@@ -285,6 +288,31 @@ def test_a_slow_storage_leaves_some_out(tmp_path: Path, monkeypatch: pytest.Monk
     told.writer.write(snapshot(4), needed=False)
     told.writer.finish()
     assert told.written == [1, 4]
+
+
+def test_copies_are_left_out_while_one_is_sent() -> None:
+    """The step doesn't wait, and one that doesn't arrive is no fault."""
+    sent: list[int] = []
+    taken, free = threading.Semaphore(0), threading.Semaphore(0)
+
+    def send(state: Packed) -> None:
+        taken.release()
+        assert free.acquire(timeout=30)
+        sent.append(state.about["step"])
+        if sent[-1] == 1:
+            raise ConnectionError("nobody there")
+
+    copier = MemoryCopier(send)
+    copier.copy(snapshot(1))
+    assert taken.acquire(timeout=30)
+    copier.copy(snapshot(2))
+    free.release(2)
+    while copier.is_sending():
+        time.sleep(0.01)
+    copier.copy(snapshot(3))
+    while copier.is_sending():
+        time.sleep(0.01)
+    assert sent == [1, 3]
 
 
 def test_a_storage_that_never_answers_ends_in_a_line(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import ray.train
+import torch
 
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate import groups
@@ -17,6 +21,7 @@ from raytrain.orchestrate.cluster import Placement
 from raytrain.orchestrate.groups import Groups, Turn, Watch
 from raytrain.orchestrate.mailbox import Mailbox
 from raytrain.recipe.load import recipe_from_dict
+from raytrain.run.checkpoint import CheckpointFolder, MemoryCopier, Packed, Snapshot
 
 pytestmark = pytest.mark.usefixtures("ray_local")
 
@@ -195,6 +200,81 @@ def test_a_loss_while_a_group_forms_is_no_restart(monkeypatch: pytest.MonkeyPatc
     play.run()
     assert play.sizes == [2, 2, 1]
     assert "no group" in play.said[0]
+
+
+def snapshot(step: int) -> Snapshot:
+    weight = {"weight": torch.full((2,), float(step))}
+    return Snapshot(
+        step=step, epoch=0.5, seconds=1.0, validate=False, model=weight, training={"scaler": {}}
+    )
+
+
+class Keeping(Play):
+    """A run whose first group leaves states in memory, then is lost; 11 steps are recorded.
+
+    Args:
+        monkeypatch: as for Play.
+        run_dir: of the run.
+        states: (number of the group, steps done) of each.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, *states: tuple[int, int]
+    ) -> None:
+        changes = {"checkpoint": {"memory_steps": 2}}
+        super().__init__(monkeypatch, [self._dies, finishes], changes)
+        self.session.job.checkpoints = CheckpointFolder(run_dir / "checkpoints", keep=2)
+        self._states = states
+
+    def _dies(self, play: Play) -> None:
+        for group, step in self._states:
+            copier = MemoryCopier(partial(self._keep, group))
+            copier.copy(snapshot(step))
+            while copier.is_sending():
+                time.sleep(0.01)
+        dies(play)
+
+    def _keep(self, group: int, state: Packed) -> None:
+        keeper: Any = self.groups.keeper
+        ray.get(keeper.keep.remote(group, state.about, state.validates, state.files))
+
+
+def test_a_restart_goes_on_from_the_state_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    play = Keeping(monkeypatch, tmp_path, (1, 8), (1, 10), (0, 11))
+    play.session.job.checkpoints.write(snapshot(6))
+    play.run()
+    newest = play.session.job.checkpoints.newest(play.said.append)
+    assert newest.step == 10, "the last of the newest group"
+    assert torch.equal(newest.load_model()["weight"], torch.tensor([10.0, 10.0]))
+    assert not newest.validation_due
+    told = [message.args for message in play.ask("take") if message.kind == "checkpoint"]
+    assert told == [(asdict(newest),)]
+    assert play.said == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept"), [(10, 8), (6, 12)], ids=["older than the storage's", "not recorded"]
+)
+def test_a_state_in_memory_that_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stored: int, kept: int
+) -> None:
+    play = Keeping(monkeypatch, tmp_path, (0, kept))
+    play.session.job.checkpoints.write(snapshot(stored))
+    play.run()
+    assert play.session.job.checkpoints.newest(play.said.append).step == stored
+    assert play.said == []
+
+
+def test_without_a_storage_the_run_goes_on_without_the_state_in_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    play = Keeping(monkeypatch, tmp_path / "away", (0, 10))
+    play.run()
+    assert play.sizes == [2, 2]
+    (line,) = play.said
+    assert line.startswith("warning: the copy of step 10 in memory is lost: can't write checkpoint")
 
 
 def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,19 +133,20 @@ def test_a_worker_that_is_killed(undisturbed: Path, drawn_set: Path, tmp_path: P
 def test_others_stand_by_when_a_worker_is_killed(
     undisturbed: Path, drawn_set: Path, tmp_path: Path
 ) -> None:
-    """The same end, made by processes that were there before the fault."""
+    """They go on from the state in memory, which is newer than the last checkpoint."""
     run_dir = tmp_path / "run"
     awaited = ("standing_by", run_dir / "events.jsonl")
 
     def dies_when_others_stand_by(num_classes: int) -> nn.Module:
         return DiesOnce(num_classes, tmp_path / "died", 11, training=True, awaited=awaited)
 
-    recipe = RECIPE | {"faults": {"standby": True}}
+    recipe = RECIPE | {"faults": {"standby": True}, "checkpoint": {"memory_steps": 2}}
     model = dies_when_others_stand_by
     raytrain.fit(recipe, drawn_set, model=model, workers=2, run_dir=run_dir)
     assert_same(run_dir, undisturbed)
     events = read_jsonl(run_dir / "events.jsonl")
     kinds = [event["kind"] for event in events]
+    assert next(e["step"] for e in events if e["kind"] == "recovery") in (8, 10)
     assert kinds.count("fault") == kinds.count("recovery") == 1
     assert kinds.index("standing_by") < kinds.index("fault") < kinds.index("recovery")
     assert kinds.count("worker") == 4

@@ -292,6 +292,16 @@ def test_plain_values_have_no_file_to_point_at() -> None:
     assert str(caught.value) == "recipe: phases: must have at least one item"
 
 
+@pytest.mark.parametrize("key", ["faults.standby", "checkpoint.memory_steps"])
+def test_what_is_for_restarts_is_refused_with_steps(key: str) -> None:
+    section, name = key.split(".")
+    changed = plain() | {"faults": {"elastic": "step"}}
+    changed |= {section: {**changed.get(section, {}), name: True if name == "standby" else 5}}
+    with pytest.raises(RaytrainError, match=f"{key} is for faults.elastic: restart") as told:
+        recipe_from_dict(changed)
+    assert "\n" not in str(told.value)
+
+
 def test_differences_name_keys_and_both_values(tmp_path: Path) -> None:
     old = load_text(tmp_path, TEXT)
     new = load_text(

@@ -18,7 +18,7 @@ from raytrain.data.reader import Batch, TrainingImages, read_with_threads
 from raytrain.data.shards import ShardSet
 from raytrain.parallel.team import FixedTeam
 from raytrain.recipe.types import Recipe
-from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.checkpoint import Checkpoint, Snapshot
 from raytrain.run.history import read_jsonl
 from raytrain.run.record import RunRecord
 from raytrain.run.rows import StepRow, ValidationRow
@@ -83,6 +83,7 @@ class Told:
     validations: list[ValidationRow] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     started_at: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
 
     def batches(self, images: TrainingImages, start: int) -> Iterator[Batch]:
         return read_with_threads(images, images.units(start), 1)
@@ -100,6 +101,9 @@ class Told:
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         assert checkpoint.path.exists()
+
+    def keep(self, snapshot: Snapshot) -> None:
+        self.kept.append(snapshot.step)
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         self.warnings.append(f"step {step}: {reason}")

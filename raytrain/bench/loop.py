@@ -25,7 +25,7 @@ from raytrain.errors import RaytrainError
 from raytrain.parallel.team import FixedTeam
 from raytrain.recipe.load import recipe_from_dict
 from raytrain.recipe.types import Recipe
-from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.checkpoint import Checkpoint, Snapshot
 from raytrain.run.rows import StepRow, ValidationRow
 from raytrain.train import Job, train
 from raytrain.world import World
@@ -251,6 +251,9 @@ class _Stopwatch:
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         """Written after the last look."""
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Nothing is lost here."""
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         raise RaytrainError(f"bench loop: the checkpoint after step {step}: {reason}")

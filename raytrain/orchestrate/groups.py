@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -29,9 +29,11 @@ from ray.train.torch import TorchTrainer
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.cluster import Placement
 from raytrain.orchestrate.gate import gate_beside_me
+from raytrain.orchestrate.keeper import keeper_beside_me
 from raytrain.orchestrate.ray_private import draining_nodes
 from raytrain.orchestrate.validate import last_line
 from raytrain.recipe.types import Faults
+from raytrain.run.checkpoint import Packed
 from raytrain.session import Session
 
 LOOK_SECONDS = 1.0
@@ -81,6 +83,8 @@ class Groups:
         self._mailbox = mailbox
         self._trainer = trainer
         self._faults: Faults = session.job.recipe.faults
+        keeps = session.job.recipe.checkpoint.memory_steps is not None
+        self.keeper = keeper_beside_me() if keeps else None
         self._gate = gate_beside_me(0) if self._faults.standby else None
         self._numbers = itertools.count()
         self._reserve: _Group | None = None
@@ -114,6 +118,7 @@ class Groups:
                     return
                 if failure is None:
                     continue  # handed over
+                self._save_kept()
                 if not entered and isinstance(failure, ray.train.ControllerError):
                     self._session.say(f"no group: {_told_by_ray(failure)}; trying again")
                     continue  # machines that aren't there after all; bounded by the wait for room
@@ -138,6 +143,22 @@ class Groups:
         if faults := ray.get(self._mailbox.final_faults.remote()):
             raise RaytrainError(faults[0])
         return failure
+
+    def _save_kept(self) -> None:
+        """Make a checkpoint of the state in memory, where it is newer than all on the storage."""
+        if self.keeper is None:
+            return
+        recorded, kept = ray.get([self._mailbox.recorded_steps.remote(), self.keeper.step.remote()])
+        newest = self._session.job.checkpoints.newest(self._session.say)
+        if kept > recorded or kept <= (newest.step if newest else 0):
+            return
+        try:
+            state = Packed(*ray.get(self.keeper.kept.remote()))
+            checkpoint = self._session.job.checkpoints.write_copy(state)
+        except RaytrainError as error:
+            self._session.say(f"warning: the copy of step {kept} in memory is lost: {error}")
+            return
+        ray.get(self._mailbox.saved.remote(asdict(checkpoint)))
 
     def _start(self, workers: int, turn: Turn) -> _Group:
         return _Group(workers, turn, self._trainer(workers, turn))

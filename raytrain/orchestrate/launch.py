@@ -37,7 +37,7 @@ from raytrain.orchestrate.validate import Validations
 from raytrain.parallel.replicas import ReplicaTeam, Waits, check_torchft
 from raytrain.parallel.share import time_exchange
 from raytrain.parallel.team import FixedTeam, Team
-from raytrain.run.checkpoint import Checkpoint
+from raytrain.run.checkpoint import Checkpoint, MemoryCopier, Packed, Snapshot
 from raytrain.run.rows import StepRow, ValidationRow
 from raytrain.run.startup import StartUp, process_age
 from raytrain.session import Result, Session
@@ -225,6 +225,7 @@ class _Driver:
                 "job": job,
                 "mailbox": self._mailbox,
                 "turn": turn,
+                "keeper": self._groups.keeper,
                 "path": [p for p in sys.path if Path(p).is_dir()] + [str(Path.cwd())],
             },
             scaling_config=ScalingConfig(
@@ -303,7 +304,7 @@ def run_worker(config: dict[str, Any]) -> None:
     cores = max(1, (os.cpu_count() or 1) // world.local_size)
     torch.set_num_threads(cores)
     job: Job = config["job"]
-    outside = _OnRay(mailbox, group, job, cores)
+    outside = _OnRay(mailbox, group, job, cores, config["keeper"])
     team: Team = ReplicaTeam(world, waits(job)) if elastic_steps(job) else FixedTeam(world)
     if world.is_first:
         ray.get(mailbox.put.remote(group, "worker_is_up", process_age()))
@@ -354,9 +355,11 @@ def _all_gave_up(mailbox: Any, world: World) -> bool:
 class _OnRay:
     """What the loop needs, over Ray."""
 
-    def __init__(self, mailbox: Any, group: int, job: Job, cores: int) -> None:
+    def __init__(self, mailbox: Any, group: int, job: Job, cores: int, keeper: Any) -> None:
         self._mailbox = mailbox
         self._group = group
+        self._keeper = keeper
+        self._copier = MemoryCopier(self._send)
         self._reopens = elastic_steps(job)
         self.threads = job.recipe.input.decoders or cores
 
@@ -370,6 +373,8 @@ class _OnRay:
         return steps
 
     def begin(self, start: int, world_size: int) -> float:
+        if self._keeper is not None:
+            ray.get(self._keeper.step.remote())  # its process is there before the first step
         seconds: float = ray.get(self._mailbox.begin.remote(self._group, start, world_size))
         return seconds
 
@@ -379,6 +384,13 @@ class _OnRay:
 
     def checkpoint(self, checkpoint: Checkpoint) -> None:
         ray.get(self._mailbox.put.remote(self._group, "checkpoint", asdict(checkpoint)))
+
+    def keep(self, snapshot: Snapshot) -> None:
+        self._copier.copy(snapshot)
+
+    def _send(self, state: Packed) -> None:
+        packed = (state.about, state.validates, state.files)
+        ray.get(self._keeper.keep.remote(self._group, *packed))
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         ray.get(self._mailbox.put.remote(self._group, "checkpoint_failed", step, reason))

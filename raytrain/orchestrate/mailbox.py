@@ -148,6 +148,14 @@ class Mailbox:
             self._recorded_steps = args[0][-1].step + 1
         return self._stop or self._handing_over or (self._regroups and bool(self._final_faults))
 
+    def saved(self, checkpoint: dict[str, Any]) -> None:
+        """The driver has written a checkpoint of what workers that are gone had told.
+
+        Args:
+            checkpoint: fields of a Checkpoint.
+        """
+        self._messages.append(Message("checkpoint", (checkpoint,)))
+
     def recorded_steps(self) -> int:
         """Steps that are in the record, or will be when the driver has taken all messages."""
         return self._recorded_steps

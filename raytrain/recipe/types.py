@@ -262,6 +262,10 @@ class Checkpoint(Section):
 
     every_steps: PositiveInt | None = None
     """Save after each this many steps; null: only at validations."""
+    memory_steps: PositiveInt | None = None
+    """`faults.elastic: restart`: copy the state into memory beside the driver after each this many
+    steps, so that a restart goes on from there; null: don't. Cheaper than a checkpoint, and gone
+    with the driver's machine. Without workers (the inline engine) there is nothing to copy for."""
     keep: PositiveInt = 2
     """Newest checkpoints kept on disk."""
     max_failures: NonNegativeInt | None = 5
@@ -399,12 +403,17 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _workers_stand_by_for_restarts(self) -> Self:
-        if self.faults.standby and self.faults.elastic == "step":
-            raise ValueError(
-                "faults.standby: true is for faults.elastic: restart; with step a lost worker is "
-                "replaced as the others go on; leave one of them out"
-            )
+    def _restarts_are_not_steps(self) -> Self:
+        asked = {
+            "faults.standby": self.faults.standby,
+            "checkpoint.memory_steps": self.checkpoint.memory_steps is not None,
+        }
+        for name, given in asked.items():
+            if given and self.faults.elastic == "step":
+                raise ValueError(
+                    f"{name} is for faults.elastic: restart; with step the others go on when a "
+                    "worker is lost; leave one of them out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -32,7 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raytrain.errors import RaytrainError
-from raytrain.run.tensors import HostTensors, join_state, split_state
+from raytrain.run.tensors import FileParts, HostTensors, join_state, split_state, write_parts
 
 _MODEL, _EMA, _TRAINING, _META, _DUE = (
     "model.safetensors",
@@ -50,6 +51,8 @@ STORAGE_SECONDS = 600.0
 LAST_TRIES = 3
 """Attempts to write the checkpoint that a run ends or hands over with."""
 _RETRY_SECONDS = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +210,9 @@ class CheckpointFolder:
         """
         copied = _Copied()
         copied.fill(snapshot)
-        return self.write_copy(copied)
+        return self.write_copy(copied.packed)
 
-    def write_copy(self, copied: _Copied) -> Checkpoint:
+    def write_copy(self, copied: Packed) -> Checkpoint:
         """Write a checkpoint and remove those no longer kept.
 
         Raises:
@@ -243,6 +246,39 @@ class CheckpointFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Packed:
+    """A snapshot as the bytes of its files: plain values, which any process can hold.
+
+    Attributes:
+        about: what checkpoint.json says of it.
+        validates: whether these weights are to be validated.
+        files: name -> parts of each safetensors file.
+    """
+
+    about: dict[str, Any]
+    validates: bool
+    files: dict[str, FileParts]
+
+    def write(self, folder: Path) -> None:
+        """Write the files of a checkpoint.
+
+        Raises:
+            OSError: the storage doesn't take it.
+        """
+        sha256 = {}
+        for name, parts in self.files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            sha256[name] = write_parts(parts, folder / name)
+        with (folder / _META).open("w") as file:
+            json.dump(self.about | {"sha256": sha256}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if self.validates:
+            (folder / _DUE).touch()
+        _sync(folder)
+
+
 class _Copied:
     """A snapshot in host memory of its own, which later snapshots use again."""
 
@@ -269,18 +305,49 @@ class _Copied:
         }
         self.validates = snapshot.validate
 
-    def write(self, folder: Path) -> None:
-        sha256 = {}
-        for name, tensors in self._files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            sha256[name] = tensors.write(folder / name)
-        with (folder / _META).open("w") as file:
-            json.dump(self.about | {"sha256": sha256}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if self.validates:
-            (folder / _DUE).touch()
-        _sync(folder)
+    @property
+    def packed(self) -> Packed:
+        """What was copied; the next copy changes it."""
+        files = {name: tensors.parts for name, tensors in self._files.items()}
+        return Packed(self.about, self.validates, files)
+
+
+class MemoryCopier:
+    """Sends states away in a thread, one at a time, while training goes on.
+
+    A step pays for a copy of its state in host memory. Where sending is slower than states come,
+    some are left out.
+
+    Args:
+        send: called in that thread; returns when the state has arrived. What it raises is logged.
+    """
+
+    def __init__(self, send: Callable[[Packed], None]) -> None:
+        self._send = send
+        self._copied = _Copied()
+        self._thread: threading.Thread | None = None
+
+    def copy(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot, and begin to send it.
+
+        Args:
+            snapshot: its tensors may change once this returns.
+        """
+        if self.is_sending():
+            return
+        self._copied.fill(snapshot)
+        self._thread = threading.Thread(target=self._run, name="raytrain-copy", daemon=True)
+        self._thread.start()
+
+    def is_sending(self) -> bool:
+        """Whether a state is on its way now."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._send(self._copied.packed)
+        except Exception as error:  # the loop needs no copy; the next one is tried
+            _log.warning("no copy of step %d in memory: %s", self._copied.about["step"], error)
 
 
 class CheckpointWriter:
@@ -417,7 +484,7 @@ class CheckpointWriter:
         """Write the copy; whatever it meets is kept for the loop's thread."""
         step = self._copied.about["step"]
         try:
-            checkpoint = self._folder.write_copy(self._copied)
+            checkpoint = self._folder.write_copy(self._copied.packed)
             self._failures, self._unwritten = 0, None
             self._written(checkpoint)
         except RaytrainError as error:

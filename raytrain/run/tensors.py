@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from raytrain.errors import RaytrainError
@@ -33,6 +35,8 @@ _NAMES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+FileParts = tuple[bytes, NDArray[np.uint8]]
+"""A safetensors file: its header, and all its numbers as bytes."""
 _Signature = tuple[tuple[str, torch.dtype, torch.Size], ...]
 
 
@@ -62,21 +66,10 @@ class HostTensors:
         for name, tensor in tensors.items():
             self._places[name].copy_(tensor.detach(), non_blocking=True)
 
-    def write(self, path: Path) -> str:
-        """Write what was copied, down to the disk; gives the file's SHA-256.
-
-        Raises:
-            OSError: the storage doesn't take it.
-        """
-        digest = hashlib.sha256()
-        with path.open("wb", buffering=0) as file:
-            for part in (memoryview(self._header), self._memory.numpy().data):
-                for begin in range(0, len(part), _CHUNK_BYTES):
-                    chunk = part[begin : begin + _CHUNK_BYTES]
-                    digest.update(chunk)
-                    _write_all(file.fileno(), chunk)
-            os.fsync(file.fileno())
-        return digest.hexdigest()
+    @property
+    def parts(self) -> FileParts:
+        """What was copied as the parts of its file; the next copy changes them."""
+        return self._header, self._memory.numpy()
 
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -102,6 +95,23 @@ class HostTensors:
             name: self._memory[slice(*header[name]["data_offsets"])].view(t.dtype).view(t.shape)
             for name, t in tensors.items()
         }
+
+
+def write_parts(parts: FileParts, path: Path) -> str:
+    """Write a file, down to the disk; gives its SHA-256.
+
+    Raises:
+        OSError: the storage doesn't take it.
+    """
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for part in (memoryview(parts[0]), parts[1].data):
+            for begin in range(0, len(part), _CHUNK_BYTES):
+                chunk = part[begin : begin + _CHUNK_BYTES]
+                digest.update(chunk)
+                _write_all(file.fileno(), chunk)
+        os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def split_state(state: object, path: str = "") -> tuple[dict[str, Tensor], Any]:
