@@ -15,7 +15,9 @@ import pytest
 import simplejpeg
 from PIL import Image
 
+from raytrain.data.layout import Item
 from raytrain.data.shards import MANIFEST, PARTIAL, ShardSet
+from raytrain.data.write import STOP, ShardTask, write_shard
 from raytrain.errors import RaytrainError
 from raytrain.orchestrate.prepare import PrepareOptions, parse_sizes, prepare
 
@@ -223,6 +225,33 @@ def test_killed_run_goes_on_and_ends_the_same(source: Path, tmp_path: Path) -> N
     assert rows_of(resumed, "train") == rows_of(undisturbed, "train")
     assert whole.stat().st_mtime_ns == untouched
     assert not (out / PARTIAL).exists()
+
+
+def test_an_interrupted_run_stops_its_tasks_and_goes_on(source: Path, tmp_path: Path) -> None:
+    """Their results arrive while it stops: it must not be cancelled, or Ray aborts the process."""
+    out = tmp_path / "out"
+    script = RUN_AND_DIE.replace("SIGKILL", "SIGINT").replace("num_cpus=1", "num_cpus=4")
+    command = [sys.executable, "-c", script, str(source), str(out)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ended.returncode == 1, "as Python ends, and not by a signal of its own"
+    assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert (out / PARTIAL / STOP).exists()
+    assert not list((out / PARTIAL).glob("*.tmp")), "nobody writes any more"
+    options = PrepareOptions(sizes=(8, 16), val_fraction=0.25, block_rows=4, shard_images=2)
+    resumed = prepare_quietly(source, out, options)
+    assert resumed.fingerprint == prepare_quietly(source, tmp_path / "new", options).fingerprint
+    assert not (out / PARTIAL).exists()
+
+
+def test_who_is_stopped_leaves_no_file(source: Path, tmp_path: Path) -> None:
+    (tmp_path / PARTIAL).mkdir()
+    (tmp_path / PARTIAL / STOP).touch()
+    items = (Item("dog/0.png", 1),)
+    task = ShardTask(str(source), str(tmp_path), "train", 0, items, (None,), 92, 4)
+    with pytest.raises(RaytrainError, match="shard train-00000: stopped; run the same command"):
+        write_shard(task)
+    assert [path.name for path in (tmp_path / PARTIAL).iterdir()] == [STOP]
+    assert not list(tmp_path.rglob("*.parquet"))
 
 
 def test_parse_sizes() -> None:

@@ -41,6 +41,9 @@ MAX_SIDE_PX = 65_500
 SAME_SIZE_QUALITY = 95
 """JPEG quality of an image that keeps its size but can't keep its bytes."""
 EXIF_ORIENTATION = 0x0112
+STOP = "stop"
+"""A file beside the shards that aren't finished: who writes one stops."""
+_IMAGES_A_LOOK = 16  # images between two looks for it, which an NFS makes cost a millisecond
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,8 @@ def write_shard(task: ShardTask) -> ShardResult:
     Files appear whole or not at all. Unusable images are left out and named in the result.
 
     Raises:
-        RaytrainError: a source file has vanished, or a shard can't be written.
+        RaytrainError: a source file has vanished, a shard can't be written, or there is a file
+            ``STOP`` in the folder of what isn't finished.
     """
     skipped: list[Skipped] = []
     rows = 0
@@ -152,7 +156,10 @@ def write_shard(task: ShardTask) -> ShardResult:
 
 def _load_items(task: ShardTask, skipped: list[Skipped]) -> Iterator[tuple[Item, Picture]]:
     largest = None if None in task.sizes else max(size for size in task.sizes if size)
-    for item in task.items:
+    stop = Path(task.out, PARTIAL, STOP)
+    for i, item in enumerate(task.items):
+        if i % _IMAGES_A_LOOK == 0 and stop.exists():
+            raise RaytrainError(f"shard {task.name}: stopped; run the same command to go on")
         try:
             picture = decode(_read_source(Path(task.source, item.key)), largest)
         except BadImageError as reason:

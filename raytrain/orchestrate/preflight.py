@@ -137,8 +137,7 @@ def ask(
             warnings.append(f"node {_name(node)} wasn't checked: {_last_line(error)}")
         else:
             reports[node["NodeID"]] = replace(report, skew=report.clock - time.time())
-    for answer in waiting:
-        ray.cancel(answer, force=True)
+    for answer in waiting:  # not cancelled: that can abort this process, see prepare
         warnings.append(
             f"node {_name(asked[answer])} didn't answer in {limit_seconds:.0f} s and wasn't checked"
         )

@@ -17,7 +17,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -57,6 +57,7 @@ from raytrain.data.shards import (
 )
 from raytrain.data.write import (
     SAME_SIZE_QUALITY,
+    STOP,
     ShardResult,
     ShardTask,
     describe_file,
@@ -72,6 +73,7 @@ LARGE_SHARD_IMAGES = 2048
 FEWEST_SHARDS = 16
 """A small set still gets about this many, so that every worker has shards to prepare."""
 SECONDS_BETWEEN_LINES = 10.0
+_STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -289,7 +291,7 @@ def _claim(target: Path, plan: _Plan) -> Iterator[Path]:
                     f"{target}: another `raytrain prepare` is writing here; wait for it"
                 ) from None
             _remember_plan(target, partial, plan)
-            for abandoned in partial.glob("*.tmp"):
+            for abandoned in (partial / STOP, *partial.glob("*.tmp")):
                 abandoned.unlink(missing_ok=True)
             yield partial
     except OSError as error:
@@ -332,7 +334,7 @@ def _write_shards(
     bad: dict[str, list[Skipped]] = {split: [] for split in images}
     with (
         _progress(images.total(), console) as advance,
-        closing(_run_tasks(plan.tasks, partial)) as finished,  # cancels the rest after an error
+        closing(_run_tasks(plan.tasks, partial)) as finished,  # stops the rest after an error
     ):
         for task, result in finished:
             _write_json(partial / f"{task.name}.json", partial, result)
@@ -361,8 +363,18 @@ def _run_tasks(
                 task = running.pop(reference)
                 yield task, _get_result(reference, task)
     finally:
-        for reference in running:
-            ray.cancel(reference)
+        if running:
+            _stop_tasks(list(running), partial)
+
+
+def _stop_tasks(running: list[Any], partial: Path) -> None:
+    """Let the tasks see that they aren't wanted, and wait for their end.
+
+    Not with ``ray.cancel``: Ray 2.60 aborts the process that cancels a task as its result arrives.
+    """
+    with suppress(OSError):  # the disk may be full: then they write their shards to the end
+        (partial / STOP).touch()
+    ray.wait(running, num_returns=len(running), timeout=_STOP_SECONDS)
 
 
 def _cluster_cpus() -> int:
