@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -288,6 +289,24 @@ def test_a_slow_storage_leaves_some_out(tmp_path: Path, monkeypatch: pytest.Monk
     told.writer.write(snapshot(4), needed=False)
     told.writer.finish()
     assert told.written == [1, 4]
+
+
+def test_a_state_sent_elsewhere_makes_the_same_files(tmp_path: Path) -> None:
+    """Pickled as on its way to another process, it is byte for byte what a checkpoint has."""
+    sent: list[bytes] = []
+    copier = MemoryCopier(lambda state: sent.append(pickle.dumps(state)))
+    taken = replace(snapshot(7, validate=True), ema={"weight": torch.zeros(3, 2)})
+    copier.copy(taken)
+    while copier.is_sending():
+        time.sleep(0.01)
+    ours = CheckpointFolder(tmp_path / "sent", 1).write_copy(pickle.loads(sent[0]))
+    theirs = CheckpointFolder(tmp_path / "written", 1).write(taken)
+    assert replace(ours, path=theirs.path) == theirs
+    names = sorted(path.relative_to(theirs.path) for path in theirs.path.rglob("*.*"))
+    assert len(names) == 4
+    for name in names:
+        assert (ours.path / name).read_bytes() == (theirs.path / name).read_bytes()
+    assert ours.validation_due
 
 
 def test_copies_are_left_out_while_one_is_sent() -> None:

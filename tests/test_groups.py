@@ -227,12 +227,15 @@ class Keeping(Play):
         self._states = states
 
     def _dies(self, play: Play) -> None:
+        self.leave_states()
+        dies(play)
+
+    def leave_states(self) -> None:
         for group, step in self._states:
             copier = MemoryCopier(partial(self._keep, group))
             copier.copy(snapshot(step))
             while copier.is_sending():
                 time.sleep(0.01)
-        dies(play)
 
     def _keep(self, group: int, state: Packed) -> None:
         keeper: Any = self.groups.keeper
@@ -274,7 +277,53 @@ def test_without_a_storage_the_run_goes_on_without_the_state_in_memory(
     play.run()
     assert play.sizes == [2, 2]
     (line,) = play.said
-    assert line.startswith("warning: the copy of step 10 in memory is lost: can't write checkpoint")
+    assert line.startswith("warning: the copy of the state in memory is lost: can't write")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), RaytrainError("can't set step-1 aside")]
+)
+def test_a_storage_that_can_t_be_read_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception
+) -> None:
+    play = Keeping(monkeypatch, tmp_path, (0, 10))
+
+    def fails(_told: Callable[[str], None]) -> None:
+        raise error
+
+    monkeypatch.setattr(play.session.job.checkpoints, "newest", fails)
+    play.run()
+    assert play.sizes == [2, 2]
+    (line,) = play.said
+    assert line == f"warning: the copy of the state in memory is lost: {error}"
+
+
+def test_a_keeper_that_is_lost_ends_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It holds most, so it is what a machine without memory kills; the next state is kept again."""
+    play = Keeping(monkeypatch, tmp_path, (0, 10))
+    keeper: Any = play.groups.keeper
+
+    def loses_it_too(play: Play) -> None:
+        ray.get(keeper.step.remote())  # it is there
+        ray.kill(keeper, no_restart=False)
+        dies(play)
+
+    monkeypatch.setattr(play, "_parts", [loses_it_too, finishes])
+    play.run()
+    assert play.sizes == [2, 2]
+    assert all("the copy of the state in memory is lost" in line for line in play.said)
+    wait_for(lambda: steps_kept(keeper) == 0)
+    play.leave_states()
+    assert steps_kept(keeper) == 10
+
+
+def steps_kept(keeper: Any) -> int | None:
+    """Steps done of the state in memory; None: nobody answers."""
+    try:
+        steps: int = ray.get(keeper.step.remote())
+    except ray.exceptions.RayError:
+        return None
+    return steps
 
 
 def test_restarts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from raytrain.orchestrate.keeper import keeper_beside_me
 from raytrain.orchestrate.ray_private import draining_nodes
 from raytrain.orchestrate.validate import last_line
 from raytrain.recipe.types import Faults
-from raytrain.run.checkpoint import Packed
+from raytrain.run.checkpoint import Checkpoint, Packed
 from raytrain.session import Session
 
 LOOK_SECONDS = 1.0
@@ -145,20 +145,34 @@ class Groups:
         return failure
 
     def _save_kept(self) -> None:
-        """Make a checkpoint of the state in memory, where it is newer than all on the storage."""
+        """Make a checkpoint of the state in memory, where it is of use; without it a run goes on.
+
+        Where the storage or the process that holds the state is away, the user is told.
+        """
         if self.keeper is None:
             return
-        recorded, kept = ray.get([self._mailbox.recorded_steps.remote(), self.keeper.step.remote()])
-        newest = self._session.job.checkpoints.newest(self._session.say)
-        if kept > recorded or kept <= (newest.step if newest else 0):
-            return
+        recorded = ray.get(self._mailbox.recorded_steps.remote())
         try:
-            state = Packed(*ray.get(self.keeper.kept.remote()))
-            checkpoint = self._session.job.checkpoints.write_copy(state)
-        except RaytrainError as error:
-            self._session.say(f"warning: the copy of step {kept} in memory is lost: {error}")
+            checkpoint = self._write_kept(self.keeper, recorded)
+        except (RaytrainError, OSError, ray.exceptions.RayError) as error:
+            self._session.say(
+                f"warning: the copy of the state in memory is lost: {last_line(error)}"
+            )
             return
-        ray.get(self._mailbox.saved.remote(asdict(checkpoint)))
+        if checkpoint is not None:
+            ray.get(self._mailbox.saved.remote(asdict(checkpoint)))
+
+    def _write_kept(self, keeper: Any, recorded: int) -> Checkpoint | None:
+        """Write it where it is newer than all on the storage, and the record reaches it."""
+        step = ray.get(keeper.step.remote())
+        if not 0 < step <= recorded:
+            return None
+        checkpoints = self._session.job.checkpoints
+        newest = checkpoints.newest(self._session.say)
+        if newest is not None and newest.step >= step:
+            return None
+        kept = ray.get(keeper.kept.remote())
+        return checkpoints.write_copy(Packed(*kept)) if kept else None
 
     def _start(self, workers: int, turn: Turn) -> _Group:
         return _Group(workers, turn, self._trainer(workers, turn))

@@ -15,7 +15,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 @ray.remote(num_cpus=0)
 class Keeper:
-    """Holds one state: the last that it was given. Its memory is twice that for a moment."""
+    """Holds one state: the last that it was given.
+
+    Its machine has room for two: the one that is held, and the one on its way in Ray's object
+    store, which is copied once the one before is let go. Where the process is lost another one
+    takes its place, without a state.
+    """
 
     def __init__(self) -> None:
         self._group = 0
@@ -29,13 +34,14 @@ class Keeper:
         Its bytes are copied: those that Ray hands over go with the worker that sent them.
 
         Args:
-            group: number of the workers' group among those that begun.
+            group: number of the workers' group among those that began.
             about, validates, files: fields of ``raytrain.run.checkpoint.Packed``.
         """
         if group < self._group:
             return
+        self._group, self._kept = group, None  # not two here beside the one in Ray's store
         own = {name: (header, np.array(numbers)) for name, (header, numbers) in files.items()}
-        self._group, self._kept = group, (about, validates, own)
+        self._kept = (about, validates, own)
 
     def step(self) -> int:
         """Steps done of the state, 0 without one."""
@@ -50,5 +56,6 @@ def keeper_beside_me() -> Any:
     """A Keeper on this machine."""
     here = ray.get_runtime_context().get_node_id()
     node = NodeAffinitySchedulingStrategy(here, soft=False)
-    make: Callable[..., Any] = Keeper.options(scheduling_strategy=node).remote  # type: ignore[attr-defined]
+    options = Keeper.options(scheduling_strategy=node, max_restarts=-1)  # type: ignore[attr-defined]
+    make: Callable[..., Any] = options.remote
     return make()

@@ -203,6 +203,8 @@ class _Driver:
             with contextlib.suppress(Exception):  # Ray may be gone; the run's own end matters
                 if self._validations is not None:
                     self._validations.close()
+                if self._groups.keeper is not None:
+                    ray.kill(self._groups.keeper)  # now: a sweep goes on, and needs the memory
                 ray.kill(self._mailbox)
         if self._error is not None:
             raise self._error
@@ -374,7 +376,8 @@ class _OnRay:
 
     def begin(self, start: int, world_size: int) -> float:
         if self._keeper is not None:
-            ray.get(self._keeper.step.remote())  # its process is there before the first step
+            with contextlib.suppress(ray.exceptions.RayError):  # a run goes on without it
+                ray.get(self._keeper.step.remote())  # its process is there before the first step
         seconds: float = ray.get(self._mailbox.begin.remote(self._group, start, world_size))
         return seconds
 
