@@ -103,7 +103,9 @@ def test_a_folder_with_something_in_it_is_refused(drawn_set: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_all_contenders_lose_a_worker(drawn_set: Path, tmp_path: Path) -> None:
-    options = ElasticOptions(workers=2, repeats=1, patience_s=600)
+    options = ElasticOptions(
+        workers=2, contenders=("step", "restart", "ray"), repeats=1, patience_s=600
+    )
     report: ElasticReport = bench_elastic(
         small_recipe(), str(drawn_set), tmp_path / "bench", options
     )

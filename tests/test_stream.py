@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,6 +18,7 @@ from raytrain.data.decode import Decoder, Pixels
 from raytrain.data.decode_cpu import CpuDecoder
 from raytrain.data.reader import TrainingImages
 from raytrain.data.shards import ShardSet
+from raytrain.orchestrate import stream
 from raytrain.orchestrate.stream import open_stream
 from raytrain.recipe.load import recipe_from_dict
 from raytrain.recipe.plan import Plan
@@ -40,6 +40,22 @@ def make_images(
     return TrainingImages(shards, plan, 1, 2, decoder or CpuDecoder())
 
 
+@pytest.fixture
+def soon_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker decodes a step, waits for the tasks, and hands over a small unit later."""
+    own_steps = stream._Stream.own_steps
+
+    def one_step(self: stream._Stream, images: TrainingImages, start: int) -> Iterator[range]:
+        steps = own_steps(self, images, start)
+        yield next(steps)
+        self._up.result()
+        yield from steps
+
+    monkeypatch.setattr(stream._Stream, "own_steps", one_step)
+    monkeypatch.setattr(stream, "_UNIT_IMAGES", 400)  # of the worker; tasks have their own
+
+
+@pytest.mark.usefixtures("soon_handed_over")
 @pytest.mark.parametrize(("decoders", "start"), [(1, 0), (3, 0), (2, 17)])
 def test_batches_are_those_of_the_plan_in_its_order(
     drawn_set: Path, decoders: int, start: int
@@ -99,25 +115,35 @@ class _Warning:
         return CpuDecoder().decode(jpegs, windows, image_px)
 
 
+@pytest.mark.usefixtures("soon_handed_over")
 def test_warnings_of_decoding_processes_reach_the_worker(
     drawn_set: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    images = make_images(drawn_set, (14, 16, 331), decoder=_Warning())  # 12 steps a unit
+    images = make_images(drawn_set, (14, 16, 331), decoder=_Warning())
     assert len(list(open_stream(images, 0, 1))) == 14
     seen = [r for r in caplog.records if r.getMessage() == "166 images seen"]
-    assert [r.name for r in seen].count("raytrain.orchestrate.stream") == 2
+    own = 1 + 2  # a step, and a "unit" of two
+    assert [r.name for r in seen].count("raytrain.orchestrate.stream") == 14 - own
     assert len(seen) == 14
 
 
+def test_the_worker_decodes_by_itself_until_the_tasks_are_there(drawn_set: Path) -> None:
+    """A run that is over before then is exact as well, and waits for nothing."""
+    images = make_images(drawn_set, (30, 16, 331))
+    steps = [batch.step for batch in open_stream(images, 0, 2)]
+    assert steps == list(range(30))
+
+
+@pytest.mark.usefixtures("soon_handed_over")
 def test_a_slow_worker_holds_the_stream_back(drawn_set: Path, tmp_path: Path) -> None:
     """However long the run is, and whatever memory there is."""
     decoder = _Counted(tmp_path)
     images = make_images(drawn_set, (3000, 16, 331), decoder=decoder)  # a step has 166 images
-    steps_per_unit = 12
-    stream = open_stream(images, 0, 1)
-    used = [batch.step for batch in itertools.islice(stream, 2 * steps_per_unit + 1)]
-    assert decoder.calls() == (2 + 3) * steps_per_unit  # the unit in use, and two ahead
-    used += [batch.step for batch in itertools.islice(stream, steps_per_unit)]
-    assert decoder.calls() == (3 + 3) * steps_per_unit
-    stream.close()  # type: ignore[attr-defined]
-    assert used == list(range(3 * steps_per_unit + 1))
+    own, steps_per_unit, ahead = 1 + 2, 3072 // 166, 2 + 1 + 1
+    streamed = open_stream(images, 0, 1)
+    used = [next(streamed).step for _ in range(own + 1)]
+    assert decoder.calls() == own + ahead * steps_per_unit  # with the unit in use
+    used += [next(streamed).step for _ in range(steps_per_unit)]
+    assert decoder.calls() == own + (1 + ahead) * steps_per_unit
+    streamed.close()  # type: ignore[attr-defined]
+    assert used == list(range(own + 1 + steps_per_unit))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from raytrain.data.reader import Batch, TrainingImages, read_with_threads
@@ -26,7 +27,7 @@ from raytrain.train import Job, Parts, train
 from raytrain.world import World
 
 
-def plain_cnn(num_classes: int) -> nn.Module:
+def plain_cnn(num_classes: int) -> nn.Sequential:
     """A model whose output for an image depends on that image alone.
 
     It is smooth, so that rounding stays rounding: where a sum in another order moves a value over
@@ -42,6 +43,20 @@ def plain_cnn(num_classes: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(16, num_classes),
     )
+
+
+class Pause(nn.Module):
+    """Makes each training pass take 20 ms longer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(0.02)
+        return x
+
+
+def slow_cnn(num_classes: int) -> nn.Module:
+    """``plain_cnn`` with the same weights, at a pace at which much can happen in some epochs."""
+    return nn.Sequential(*plain_cnn(num_classes), Pause())
 
 
 def eight_outputs(num_classes: int) -> nn.Module:

@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -140,9 +141,11 @@ class AccuracyReport:
 
     def table(self) -> Table:
         """For a person: ours first, the others by their times."""
-        table = Table(title=f"seconds to {self.target:.0%} top-1 ({self.machine['cpu']})")
-        for heading in ("", "reached", "median", "least", "most", "epochs", "top-1", "/ ours", "p"):
-            table.add_column(heading, justify="right" if heading else "left")
+        title = f"seconds to {self.target:.0%} top-1 ({self.machine['cpu']})"
+        table = Table(title=title, box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+        table.add_column("", overflow="fold")
+        for heading in ("hit", "median", "least", "most", "epochs", "top-1", "/ ours", "p"):
+            table.add_column(heading, justify="right", no_wrap=True)
         names = list(dict.fromkeys(run.contender for run in self.runs))
         ours = self.of(OURS)
         for name in sorted(names, key=lambda n: (n != OURS, _median(self.of(n)))):
@@ -157,9 +160,9 @@ class AccuracyReport:
         reached = sum(run.reached for run in runs)
         bound = ">= " if reached < len(runs) else ""
         yield name
-        yield f"{reached} of {len(runs)}"
-        yield bound + duration(statistics.median(times))
-        yield from map(duration, (min(times), max(times)))
+        yield f"{reached}/{len(runs)}"
+        yield f"{bound}{statistics.median(times):.1f}"
+        yield from (f"{seconds:.1f}" for seconds in (min(times), max(times)))
         yield f"{statistics.median(run.epochs for run in runs):g}"
         yield f"{statistics.median(run.top1 for run in runs):.1%}"
         pairs = [(theirs.seconds, own.seconds) for theirs, own in zip(runs, ours, strict=False)]

@@ -185,7 +185,7 @@ def bench_elastic(
     found: dict[Contender, Found] = {}
     for contender in options.contenders:
         machines = options.workers * (2 if contender == "standby" else 1)
-        with _machines(machines) as cluster:
+        with _machines(machines, head_slots=int(contender == "step")) as cluster:
             run = _Run(contender, cluster, data, folder / contender, options)
             try:
                 found[contender] = run.measure()
@@ -220,13 +220,13 @@ def _endless(recipe: Recipe) -> Recipe:
 
 
 @contextmanager
-def _machines(number: int) -> Iterator[Any]:
-    """A cluster on this machine: a raylet for the driver and torchft's Lighthouse, and others, each
-    with a slot for a worker."""
+def _machines(number: int, head_slots: int) -> Iterator[Any]:
+    """A cluster on this machine: a raylet for the driver (and torchft's Lighthouse, which takes a
+    slot), and others, each with a slot for a worker."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (slow to import)
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
-    head = {"num_cpus": 1, "include_dashboard": False}
+    head = {"num_cpus": head_slots, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": health})
     try:
         for _ in range(number):

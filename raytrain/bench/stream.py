@@ -25,7 +25,8 @@ from raytrain.recipe.load import recipe_from_dict
 from raytrain.recipe.plan import Plan
 from raytrain.run.feed import DeviceBatch, Feed
 
-TURN_SECONDS = 4.0  # long enough that a stream's start doesn't matter
+TURN_SECONDS = 8.0
+_START_TURNS = 1.5  # turns that a stream has before it is looked at: its processes start
 _TOP_SPEED = 20_000  # images a second that no core reaches: bounds how long a plan must be
 _TRAINER_SHARE = 0.8  # of the stream's speed, taken by the trainer whose gaps are measured
 _AHEAD = 4  # batches held ahead, as input.ahead_batches is by default
@@ -41,7 +42,8 @@ class StreamSpeed:
         share: stream over bare, turn by turn.
         first_batch_s: seconds from opening the stream to the first batch, with Ray up.
         longest_gap: longest time between two batches over the median one, for a trainer that uses
-            80 % of the stream's speed, over epochs at 96 px and then at 128 px in smaller batches.
+            80 % of the stream's speed, over epochs at 96 px and then at 128 px in smaller batches,
+            once the stream's tasks have taken over from the worker's own threads.
         memory: most memory that this process and Ray's held while a stream ran, in bytes.
         memory_of_ten: the same with ten times the images over with these.
     """
@@ -77,27 +79,29 @@ def measure_stream(shards: ShardSet, repeats: int, seconds: float = TURN_SECONDS
     """Measure in turns of some seconds: bare processes, the stream, and a trainer's gaps."""
     cores = os.cpu_count() or 1
     ensure_ray()
-    number = 3 * seconds * _TOP_SPEED * cores
+    number = 2 * (_START_TURNS + 1) * seconds * _TOP_SPEED * cores
     images = _images(shards, [(128, 128)], number)
     ten = _images(_ten_times(shards), [(128, 128)], number)
     turns = []
-    for _ in range(repeats):
+    for turn in range(repeats):
         bare = _bare_speed(images, cores, seconds)
-        with watched_memory() as peak:
-            speed, first = _stream_speed(images, cores, seconds)
-        with watched_memory() as peak_of_ten:
-            _stream_speed(ten, cores, seconds)
+        speed, first = _stream_speed(images, cores, seconds)
         gap = _longest_gap(shards, speed, cores, seconds)
-        turns.append((bare, speed, first, gap, peak.bytes, peak_of_ten.bytes))
-    bares, speeds, firsts, gaps, peaks, peaks_of_ten = zip(*turns, strict=True)
+        peaks = {}  # apart from the speed: looking at memory takes CPU time
+        for some in (images, ten) if turn % 2 == 0 else (ten, images):
+            with watched_memory() as peak:
+                _stream_speed(some, cores, seconds)
+            peaks[some is ten] = peak.bytes
+        turns.append((bare, speed, first, gap, peaks[False], peaks[True]))
+    bares, speeds, firsts, gaps, held, held_of_ten = zip(*turns, strict=True)
     return StreamSpeed(
         bare=Spread.of(bares),
         stream=Spread.of(speeds),
         share=Spread.of(s / b for s, b in zip(speeds, bares, strict=True)),
         first_batch_s=Spread.of(firsts),
         longest_gap=Spread.of(gaps),
-        memory=Spread.of(peaks),
-        memory_of_ten=ratios(peaks_of_ten, peaks),
+        memory=Spread.of(held),
+        memory_of_ten=ratios(held_of_ten, held),
     )
 
 
@@ -149,12 +153,12 @@ def _read_bare(images: TrainingImages, units: list[range], ready: Barrier, secon
 
 
 def _stream_speed(images: TrainingImages, decoders: int, seconds: float) -> tuple[float, float]:
-    """(images a second once the stream has run for as long, seconds to the first batch)."""
+    """(images a second once the tasks have taken over, seconds to the first batch)."""
     opened = time.perf_counter()
     with _trainer_iterator(images, decoders) as batches:
         next(batches)
         first = time.perf_counter() - opened
-        _take(batches, seconds)
+        _take(batches, _START_TURNS * seconds)
         return _take(batches, seconds), first
 
 
@@ -168,15 +172,16 @@ def _take(batches: Iterator[Batch | DeviceBatch], seconds: float) -> float:
 
 
 def _longest_gap(shards: ShardSet, speed: float, decoders: int, seconds: float) -> float:
-    """Over the median one, for a trainer that computes by sleeping; once the stream is full."""
+    """Over the median one, for a trainer that computes by sleeping; once the tasks have taken over
+    and half a turn before image size and batch change."""
     pace = _TRAINER_SHARE * speed
-    images = _images(shards, [(96, 96), (128, 64)], pace * seconds / 2)
+    images = _images(shards, [(96, 96), (128, 64)], pace * (_START_TURNS + 0.5) * seconds)
     times = []
     with _trainer_iterator(images, decoders) as batches:
         for batch in batches:
             times.append(time.perf_counter())
             time.sleep(len(batch.labels) / pace)
-    full = times[0] + seconds / 4
+    full = times[0] + _START_TURNS * seconds
     gaps = [after - before for before, after in pairwise(times) if before > full]
     return max(gaps) / median(gaps)
 

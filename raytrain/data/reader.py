@@ -8,6 +8,7 @@ batches, so the engines differ in speed only.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,9 @@ from raytrain.recipe.plan import Plan, Step
 
 _UNIT_BYTES = 16 << 20  # most pixels decoded by one task, for memory's sake
 _UNIT_IMAGES = 512  # most images decoded by one task: enough to hide what starting it costs
+# Arrays of less than 32 MiB come from memory that the C library has had before; larger ones are
+# mapped anew each time, and each of their pages costs a fault.
+_STRETCH_BYTES = 24 << 20
 _GROUP_BATCHES = 4  # rows of this many batches are sorted by shape together
 _CACHE_BYTES = 256 << 20  # compressed blocks kept by each process that reads
 
@@ -57,6 +61,32 @@ class Batch:
     pixels: Pixels
     labels: NDArray[np.int64]
     rows: Rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """Neighbouring steps of one epoch and image size, read in one go.
+
+    Attributes:
+        first: number of the first step.
+        counts: images of each step, int64; they follow each other in the arrays.
+        pixels: uint8, shape (all images, image_px, image_px, 3), RGB.
+        labels: int64, shape (all images,).
+        rows: int64, shape (all images,).
+    """
+
+    first: int
+    counts: NDArray[np.int64]
+    pixels: Pixels
+    labels: NDArray[np.int64]
+    rows: Rows
+
+    def batches(self) -> Iterator[Batch]:
+        """Its steps one by one; views of the same arrays."""
+        end = 0
+        for step, count in enumerate(self.counts.tolist(), self.first):
+            part = slice(end, end := end + count)
+            yield Batch(step, self.pixels[part], self.labels[part], self.rows[part])
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,21 +146,43 @@ class TrainingImages:
             yield range(first, self.plan.num_steps)
 
     def read(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """The batches of the given steps, in their order.
+        """The batches of the given steps, in their order; raises as ``stretches`` does."""
+        for stretch in self.stretches(steps):
+            yield from stretch.batches()
+
+    def stretches(self, steps: Iterable[int]) -> Iterator[Stretch]:
+        """The same, neighbours together where they may be, up to 24 MiB of pixels.
 
         Raises:
             RaytrainError: a shard can't be read or an image can't be decoded.
         """
         augment = self.plan.recipe.augment
-        for s in steps:
-            step = self.plan.step(s)
-            rows = self.rows(step)
+        for alike in self._alike(steps):
+            step, parts = alike[0], [self.rows(step) for step in alike]
+            rows = np.concatenate(parts)
             stored = self._fetch(self.shards.size_for(step.image_px), rows)
             rule = CropRule(step.crop_area, augment.aspect, augment.flip)
             windows = random_windows(rule, self.plan.recipe.seed, step.epoch, rows, stored.sizes)
             with _naming_damaged(rows):
                 pixels = self.decoder.decode(stored.jpegs, windows, step.image_px)
-            yield Batch(s, pixels, stored.labels, rows)
+            counts = np.array([len(part) for part in parts], dtype=np.int64)
+            yield Stretch(step.index, counts, pixels, stored.labels, rows)
+
+    def _alike(self, steps: Iterable[int]) -> Iterator[list[Step]]:
+        """The steps in groups of neighbours of one epoch, of a bounded size."""
+        group: list[Step] = []
+        size = 0
+        for step in map(self.plan.step, steps):
+            count = self.plan.share_of(step, self.rank, self.world_size)[1]
+            more = count * step.image_px**2 * 3
+            goes_on = group and (step.index, step.epoch) == (group[-1].index + 1, group[0].epoch)
+            if group and not (goes_on and size + more <= _STRETCH_BYTES):
+                yield group
+                group, size = [], 0
+            group.append(step)
+            size += more
+        if group:
+            yield group
 
     def _fetch(self, size: Size, rows: Rows) -> _Stored:
         if self.decoder.reads:
@@ -218,7 +270,10 @@ class ValidationImages:
 
 
 def read_with_threads(
-    images: TrainingImages | ValidationImages, units: Iterable[range], threads: int | None = None
+    images: TrainingImages | ValidationImages,
+    units: Iterable[range],
+    threads: int | None = None,
+    gives_way: bool = False,
 ) -> Iterator[Batch]:
     """Read units with threads of this process; batches come in order.
 
@@ -228,9 +283,12 @@ def read_with_threads(
         images: what to read.
         units: runs of steps, as ``images.units`` cuts them.
         threads: how many; by default one a core.
+        gives_way: whether all else on this machine goes before them.
     """
     count = threads or os.cpu_count() or 1
-    pool = ThreadPoolExecutor(count, thread_name_prefix="raytrain-decode")
+    pool = ThreadPoolExecutor(
+        count, "raytrain-decode", initializer=_give_way if gives_way else None
+    )
     ahead: deque[Future[list[Batch]]] = deque()
     waiting = iter(units)
     try:
@@ -242,6 +300,11 @@ def read_with_threads(
             yield from ahead.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _give_way() -> None:
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,18 +338,18 @@ class _StoredSplit:
 
     def fetch(self, size: Size, rows: Rows) -> _Stored:
         """The given rows, each of their blocks read at most once."""
-        of_row = self.layout.block_of(rows)
-        opened = {int(b): self._open(size, self._blocks[b]) for b in np.unique(of_row)}
-        at = [
-            (opened[int(b)], int(row) - self._blocks[b].first_row)
-            for b, row in zip(of_row, rows, strict=True)
-        ]
-        return _Stored(
-            [memoryview(block.jpegs[i].as_buffer()).cast("B") for block, i in at],
-            np.array([block.labels[i] for block, i in at], dtype=np.int64),
-            np.array([block.widths[i] for block, i in at], dtype=np.int64),
-            np.array([block.heights[i] for block, i in at], dtype=np.int64),
+        needed, nth = np.unique(self.layout.block_of(rows), return_inverse=True)
+        blocks = [self._blocks[b] for b in needed]
+        opened = [self._open(size, block) for block in blocks]
+        within = rows - np.array([block.first_row for block in blocks], dtype=np.int64)[nth]
+        lengths = [len(block.labels) for block in opened]
+        at = (np.cumsum(lengths) - lengths)[nth] + within
+        labels, widths, heights = (
+            np.concatenate([getattr(block, name) for block in opened])[at].astype(np.int64)
+            for name in ("labels", "widths", "heights")
         )
+        jpegs = [opened[b].jpeg(i) for b, i in zip(nth.tolist(), within.tolist(), strict=True)]
+        return _Stored(jpegs, labels, widths, heights)
 
     def _open(self, size: Size, block: Block) -> _OpenBlock:
         shards = self._shards
@@ -307,11 +370,16 @@ def _naming_damaged(rows: Rows) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OpenBlock:
-    jpegs: pa.BinaryArray
+    jpegs: memoryview
+    ends: list[int]
     labels: NDArray[np.int32]
     widths: NDArray[np.int32]
     heights: NDArray[np.int32]
     nbytes: int
+
+    def jpeg(self, i: int) -> memoryview:
+        """The file of the block's row ``i``."""
+        return self.jpegs[self.ends[i] : self.ends[i + 1]]
 
 
 _Key = tuple[str, str, str, Size, int]  # address, fingerprint, split, size, block
@@ -353,7 +421,12 @@ def _open(table: pa.Table) -> _OpenBlock:
     jpegs = table.column("image").combine_chunks()
     if isinstance(jpegs, pa.ChunkedArray):
         jpegs = jpegs.chunk(0)
-    return _OpenBlock(jpegs, labels, widths, heights, table.nbytes)
+    _, offsets, data = jpegs.buffers()
+    wide = np.int64 if pa.types.is_large_binary(jpegs.type) else np.int32
+    ends = np.frombuffer(offsets, dtype=wide)[jpegs.offset : jpegs.offset + len(jpegs) + 1]
+    return _OpenBlock(
+        memoryview(data).cast("B"), ends.tolist(), labels, widths, heights, table.nbytes
+    )
 
 
 _cache = _BlockCache(_CACHE_BYTES)

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 @ray.remote(num_cpus=0)
 class _Gate:
-    """Holds back whoever waits for a number until the gate is open up to it.
+    """Tells where to begin, and holds back whoever waits for a number until it may pass.
 
     Args:
         opened: numbers below this one may pass from the start.
@@ -21,6 +21,18 @@ class _Gate:
     def __init__(self, opened: int) -> None:
         self._opened = opened
         self._changed = asyncio.Event()
+        self._beginning = 0
+        self._begun = asyncio.Event()
+
+    async def begin(self, at: int) -> None:
+        """Say where to begin, once."""
+        self._beginning = at
+        self._begun.set()
+
+    async def beginning(self) -> int:
+        """Where to begin, once that was said."""
+        await self._begun.wait()
+        return self._beginning
 
     async def wait(self, number: int) -> int:
         """Returns once ``number`` may pass: all below the result may."""
@@ -42,7 +54,7 @@ def gate_beside_me(opened: int) -> Any:
         opened: numbers below this one may pass from the start.
 
     Returns:
-        The actor's handle, with ``wait(number)`` and ``open(below)``.
+        The actor's handle, with ``begin(at)``, ``beginning()``, ``wait(number)``, ``open(below)``.
     """
     here = ray.get_runtime_context().get_node_id()
     node = NodeAffinitySchedulingStrategy(here, soft=False)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -158,12 +159,13 @@ class _Loaded:
         self, batch: Batch, device: torch.device, stream: torch.cuda.Stream | None
     ) -> None:
         self._batch = batch
-        pixels, labels = _to_tensor(batch.pixels), _to_tensor(batch.labels)
+        pinned = stream is not None
+        pixels, labels = _to_tensor(batch.pixels, pinned), _to_tensor(batch.labels, pinned)
         self._copied: torch.cuda.Event | None = None
         if stream is not None:
             with torch.cuda.stream(stream):
-                pixels = pixels.pin_memory().to(device, non_blocking=True)
-                labels = labels.pin_memory().to(device, non_blocking=True)
+                pixels = pixels.to(device, non_blocking=True)
+                labels = labels.to(device, non_blocking=True)
                 self._copied = torch.cuda.Event()
                 self._copied.record(stream)
         self._pixels, self._labels = pixels, labels
@@ -179,6 +181,12 @@ class _Loaded:
         return DeviceBatch(batch.step, self._pixels, self._labels, batch.rows, waited)
 
 
-def _to_tensor(array: NDArray[Any]) -> Tensor:
-    """The array as a tensor; copied where it is a view of shared memory that others may read."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+def _to_tensor(array: NDArray[Any], pinned: bool) -> Tensor:
+    """The array as a tensor; copied, once, to pinned memory on its way to a GPU, or where it is a
+    view of shared memory that can't be written."""
+    if array.flags.writeable and not pinned:
+        return torch.from_numpy(array)
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    tensor = torch.empty(array.shape, dtype=dtype, pin_memory=pinned)
+    np.copyto(tensor.numpy(), array)
+    return tensor
