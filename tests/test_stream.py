@@ -48,6 +48,8 @@ def soon_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_step(self: stream._Stream, images: TrainingImages, start: int) -> Iterator[range]:
         steps = own_steps(self, images, start)
         yield next(steps)
+        self.start()
+        assert self._up is not None
         self._up.result()
         yield from steps
 

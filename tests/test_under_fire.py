@@ -89,7 +89,7 @@ def machines(number: int, head_slots: int) -> Iterator[Any]:
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
     head = {"num_cpus": head_slots, "include_dashboard": False, "_system_config": health}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     try:
         for _ in range(number):
             cluster.add_node(num_cpus=1)

@@ -227,7 +227,11 @@ def _machines(number: int, head_slots: int) -> Iterator[Any]:
 
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
     head = {"num_cpus": head_slots, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": health})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args=head | {"_system_config": health},
+        shutdown_at_exit=False,  # its hooks are for the main thread; faults add machines in another
+    )
     try:
         for _ in range(number):
             cluster.add_node(num_cpus=1)

@@ -187,7 +187,8 @@ class FaultMaker:
     Args:
         schedule: what, when.
         run_dir: of the run.
-        cluster: a ``ray.cluster_utils.Cluster``, for faults of machines.
+        cluster: a ``ray.cluster_utils.Cluster``, for faults of machines; made with
+            ``shutdown_at_exit=False``, as another thread adds to it.
         node_args: what ``add`` gives to its ``add_node``.
         pid_of: gives the process of a rank, where events.jsonl doesn't.
     """

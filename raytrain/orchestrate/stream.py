@@ -7,9 +7,10 @@ every 0.1 s whether a task has ended; with more of them than cores, no core wait
 next epochs, image sizes and batch sizes are simply the next units. Ray Data runs the tasks, moves
 their pixels and keeps their order.
 
-Starting the tasks' processes takes seconds, most of it imports. Until they are there, the worker
-decodes for itself, with threads that take the CPU time that is left; then it tells the listing task
-the step from which on others shall.
+Starting the tasks' processes takes seconds, most of it imports. So that the first step needn't wait
+for CPU time, they start after it. Until they are there, the worker decodes for itself, with threads
+that take the CPU time that is left; then it tells the listing task the step from which on others
+shall.
 
 A gate keeps the list a few units ahead of the worker. So the stream's start and its memory depend
 on nothing but the number of decoders: with as many tasks t and decoders d, at most t + d + 1 units
@@ -67,10 +68,14 @@ def open_stream(images: TrainingImages, start: int, decoders: int) -> Iterator[B
     if images.decoder.in_worker or unit.stop == images.plan.num_steps:
         yield from read_with_threads(images, images.units(start, most_images=1), decoders)
         return
-    stream = _Stream(ray.put(images), decoders)
-    with stream:
+    # A batch beyond those that are held ahead is asked for as the one before them was used.
+    first_step_over = start + images.plan.recipe.input.ahead_batches + 1
+    with _Stream(ray.put(images), decoders) as stream:
         own = stream.own_steps(images, start)
-        yield from read_with_threads(images, own, decoders, gives_way=True)
+        for batch in read_with_threads(images, own, decoders, gives_way=True):
+            yield batch
+            if batch.step == first_step_over:
+                stream.start()
         for table in stream.tables():
             yield from _to_batches(table)
 
@@ -90,25 +95,29 @@ class _Stream:
     def __init__(self, images: ray.ObjectRef[TrainingImages], decoders: int) -> None:
         tasks = decoders + -(-decoders // _DECODERS_A_SPARE)
         self._ahead = tasks + decoders + 1
-        self._gate = gate_beside_me(self._ahead)
         self._tables = self._run(images, tasks)
         self._starting = ThreadPoolExecutor(1, thread_name_prefix="raytrain-stream")
+        self._up: Future[pa.Table] | None = None
         self._begun = False
 
+    def start(self) -> None:
+        """Start the tasks' processes, in a thread; once."""
+        self._up = self._up or self._starting.submit(next, self._tables)
+
     def __enter__(self) -> Self:
-        self._up: Future[pa.Table] = self._starting.submit(next, self._tables)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._starting.shutdown(wait=False)
-        self._up.add_done_callback(lambda _: self._tables.close())  # at once where it is up
+        if self._up is not None:
+            self._up.add_done_callback(lambda _: self._tables.close())  # at once where it is up
 
     def own_steps(self, images: TrainingImages, start: int) -> Iterator[range]:
         """The steps that the worker decodes itself, one by one: until the tasks' processes are
         there, and as many more as a task makes at a time."""
         step, end = start, images.plan.num_steps
         while step < end:
-            if not self._begun and self._up.done():
+            if not self._begun and self._up is not None and self._up.done():
                 self._up.result()
                 self._begun, end = True, next(_units(images, step)).stop
                 self._gate.begin.remote(end)
@@ -135,6 +144,7 @@ class _Stream:
         self, images: ray.ObjectRef[TrainingImages], tasks: int
     ) -> Generator[pa.Table, None, None]:
         """The tasks' tables; the first one comes once every task has its process."""
+        self._gate = gate_beside_me(self._ahead)
         _configure(DataContext.get_current())
         listed = ray.data.read_datasource(
             _OneTask(partial(_list_units, images, tasks, self._ahead, self._gate)),
