@@ -1,21 +1,15 @@
 """Faults of many kinds in one run, in both modes, under Ray on a cluster of several raylets.
 
-No image is lost or repeated, the losses are those of an undisturbed run, and the accuracy doesn't
-suffer.
+No image is lost or repeated, and the losses are those of an undisturbed run.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
-import statistics
 import subprocess
 import sys
-import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +19,7 @@ import pytest
 import yaml
 
 from raytrain.orchestrate.faults import Fault, FaultMaker
-from raytrain.recipe.load import load_recipe, recipe_from_dict
+from raytrain.recipe.load import recipe_from_dict
 from raytrain.run.audit import used_rows
 from raytrain.run.history import read_jsonl
 from tests.sets import write_set
@@ -33,8 +27,7 @@ from tests.workers import train_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-TINY_IMAGENET = Path(__file__).parents[2] / "shared" / "data" / "tiny-imagenet-10.tar"
-EPOCHS, STEPS, IMAGES = 400, 6, 331
+EPOCHS, STEPS, IMAGES = 220, 6, 331
 RECIPE: dict[str, Any] = {
     "model": {"name": "tests.workers:slow_cnn"},
     "phases": [{"epochs": EPOCHS, "image_px": 16, "batch": 64, "crop_area": [0.5, 1.0]}],
@@ -48,15 +41,15 @@ RECIPE: dict[str, Any] = {
 }
 OF_WORKERS = [
     Fault(at_step=40, do="kill", worker=1),
-    Fault(at_step=240, do="hang", worker=0),
-    Fault(at_step=440, do="slow", worker=1, for_s=2.0),
-    Fault(at_step=640, do="kill", worker=0),
+    Fault(at_step=140, do="hang", worker=0),
+    Fault(at_step=240, do="slow", worker=1, for_s=2.0),
+    Fault(at_step=360, do="kill", worker=0),
 ]
 OF_MACHINES = [
-    Fault(at_step=840, do="drain", node=0, for_s=600),
-    Fault(at_step=1040, do="add"),
-    Fault(at_step=1440, do="remove_node", node=1),
-    Fault(at_step=1640, do="add"),
+    Fault(at_step=460, do="drain", node=0, for_s=600),
+    Fault(at_step=560, do="add"),
+    Fault(at_step=740, do="remove_node", node=1),
+    Fault(at_step=860, do="add"),
 ]
 
 
@@ -68,18 +61,8 @@ class Run:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def wait(self, until: Callable[[], bool], seconds: float = 600) -> None:
-        end = time.monotonic() + seconds
-        while not until():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.2)
-
     def finish(self, seconds: float = 1800) -> None:
         assert self.process.wait(seconds) == 0, self.log.read_text()
-
-    def sizes(self) -> list[int]:
-        return [row["world_size"] for row in read_jsonl(self.folder / "metrics.jsonl")[-10:]]
 
 
 @contextmanager
@@ -166,53 +149,3 @@ def test_exact_under_fire(mode: str, shards: Path, undisturbed: Path, tmp_path: 
     assert {2, 3} <= sizes
     kinds = [event["kind"] for event in read_jsonl(run_dir / "events.jsonl")]
     assert ("recovery" in kinds) == (mode == "restart"), "a checkpoint was gone back to"
-
-
-def test_thirty_kills(shards: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Each as soon as all workers share a step again, at a random moment."""
-    recipe, run_dir = tmp_path / "recipe.yaml", tmp_path / "run"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-    rng = random.Random(5)
-    with (
-        machines(3, head_slots=1) as cluster,
-        started(cluster, recipe, shards, run_dir, "--workers", "3", "--elastic", "step") as run,
-    ):
-        for _ in range(30):
-            run.wait(lambda: run.sizes() == [3] * 10)
-            time.sleep(rng.uniform(0, 0.3))
-            with FaultMaker([Fault(at_step=1, do="kill", worker=rng.randrange(3))], run_dir) as one:
-                run.wait(lambda one=one: len(one.applied) == 1)  # type: ignore[misc]
-        run.finish()
-    assert_same(run_dir, undisturbed)
-    events = read_jsonl(run_dir / "events.jsonl")
-    assert [event["kind"] for event in events].count("fault") >= 30
-
-
-@pytest.mark.skipif(not TINY_IMAGENET.exists(), reason="needs ../shared/data/tiny-imagenet-10.tar")
-def test_batch_norm_comes_to_the_same_accuracy(tmp_path: Path) -> None:
-    """Two workers of whom one is killed every few epochs, beside two that aren't: 3 seeds each."""
-    images, shards = tmp_path / "tiny-imagenet-10", tmp_path / "set"
-    with tarfile.open(TINY_IMAGENET) as tar:
-        tar.extractall(tmp_path, filter="data")
-    prepare = [sys.executable, "-m", "raytrain", "prepare", str(images), str(shards)]
-    subprocess.run([*prepare, "--sizes", "32,48,original"], check=True)
-    steps = 79 * load_recipe("tiny-imagenet-10").num_epochs
-    kills = [Fault(at_step=steps * i // 6, do="kill", worker=i % 2) for i in range(1, 6)]
-    top1: dict[bool, list[float]] = {False: [], True: []}
-    with machines(2, head_slots=1) as cluster:
-        for seed in range(3):
-            for disturbed in (False, True):
-                run_dir = tmp_path / f"{seed}-{disturbed}"
-                options = ["--workers", "2", "--elastic", "step"]
-                options += ["--set", f"seed={seed}", "--set", "target={}"]
-                tiny = Path("tiny-imagenet-10")
-                with (
-                    started(cluster, tiny, shards, run_dir, *options) as run,
-                    FaultMaker(kills if disturbed else [], run_dir) as faults,
-                ):
-                    run.finish()
-                assert len(faults.applied) == (5 if disturbed else 0)
-                summary = json.loads((run_dir / "summary.json").read_text())
-                top1[disturbed].append(summary["top1"])
-    print(f"top-1 undisturbed {top1[False]}, with five kills {top1[True]}")
-    assert statistics.mean(top1[True]) == pytest.approx(statistics.mean(top1[False]), abs=0.01)
