@@ -14,7 +14,8 @@ shall.
 
 A gate keeps the list a few units ahead of the worker. So the stream's start and its memory depend
 on nothing but the number of decoders: with as many tasks t and decoders d, at most t + d + 1 units
-of 96 MiB of pixels (or one step, where that is more) are being decoded or wait to be used.
+of 96 MiB of pixels (or one step, where that is more) are being decoded or wait to be used, and
+d + 1 steps while the worker decodes for itself.
 
 What a decoding process logs as a warning (a damaged block, a cache that can't be written) comes
 along with its pixels and is logged again by the worker, which the user hears.
