@@ -347,7 +347,7 @@ def test_a_notice_is_seen_where_workers_run(monkeypatch: pytest.MonkeyPatch) -> 
     play.turns.append(Turn(0))
     play.ask("open", 0)
     group = play.start("a", "b")
-    watch = Watch(play.session, PLACEMENT, play.mailbox)
+    watch = Watch(play.session, PLACEMENT, play.mailbox, play.groups)
     play.room, play.leaving = 1, {"elsewhere": 0}
     watch.look()
     assert not play.ask("put", group, "say", "more")
@@ -358,12 +358,18 @@ def test_a_notice_is_seen_where_workers_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert play.ask("put", group, "say", "more"), "the group should stop"
 
 
-@pytest.mark.parametrize(("min_gain", "resizes"), [(50.0, True), (50.1, False)])
+@pytest.mark.parametrize(
+    ("workers", "min_gain", "resizes"), [(1, 50.0, True), (1, 50.1, False), (2, 0.0, False)]
+)
 def test_more_workers_are_taken_in_when_it_pays(
-    monkeypatch: pytest.MonkeyPatch, min_gain: float, resizes: bool
+    monkeypatch: pytest.MonkeyPatch, workers: int, min_gain: float, resizes: bool
 ) -> None:
-    """1000 s are left: a second worker saves 500; the start took 10."""
+    """1000 s are left: a second worker saves 500; the start took 10.
+
+    A group of two, of which one is there (with ``elastic: step``), waits for its own second.
+    """
     resize = {"min_gain": min_gain, "settle_s": 0, "rest_s": 0}
     play = Play(monkeypatch, [], {"resize": resize})
-    Watch(play.session, PLACEMENT, play.mailbox).look()
+    play.groups.workers = workers
+    Watch(play.session, PLACEMENT, play.mailbox, play.groups).look()
     assert bool(play.said) is resizes

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import tarfile
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torchvision.io import ImageReadMode, decode_jpeg
 
 from raytrain.errors import RaytrainError
 from raytrain.learn.loss import build_loss, count_correct, loss_sum
-from raytrain.learn.models import build_model, small_cnn, small_resnet
+from raytrain.learn.models import build_model, small_cnn, small_resnet, whitened_cnn
 from raytrain.learn.optim import build_optimizer, parameter_groups, set_hyperparameters
 from raytrain.learn.precision import Normalizer
 from raytrain.recipe.load import load_recipe
@@ -92,8 +98,43 @@ def test_models_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("px", [24, 33, 96])
 def test_small_models_take_any_image_size(px: int) -> None:
-    for model in (small_cnn(5), small_resnet(5)):
+    for model in (small_cnn(5), small_resnet(5), whitened_cnn(5)):
         assert model(torch.randn(2, 3, px, px)).shape == (2, 5)
+
+
+def test_whitening_takes_away_what_neighbouring_pixels_share() -> None:
+    """On real images, of which the net's fixed filters know nothing."""
+    archive = Path(__file__).parents[2] / "shared" / "data" / "tiny-imagenet-10.tar"
+    if not archive.exists():
+        pytest.skip(f"no {archive}")
+    whitening = whitened_cnn(10)[0]
+    pixels = torch.stack(list(islice(_images(archive), 1000)))[::5]
+    pixels = nn.functional.avg_pool2d(pixels, 2) / 58  # to a variance near 1
+    with torch.no_grad():
+        white = whitening(pixels)
+    assert torch.equal(white[:, :12], -white[:, 12:])
+    assert _likeness(nn.functional.unfold(pixels, 2)) > 0.6
+    assert _likeness(white[:, :12].flatten(2)) < 0.05
+    spread = white[:, :12].std((0, 2, 3))
+    assert spread.min() > 0.5
+    assert spread.max() < 1.01
+
+
+def _images(archive: Path) -> Iterator[Tensor]:
+    """Pixels of an archive's JPEG files, (3, h, w), from 0 to 255."""
+    with tarfile.open(archive) as files:
+        for member in files:
+            if member.name.endswith(".JPEG"):
+                data = files.extractfile(member).read()  # type: ignore[union-attr] (a file)
+                jpeg = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                yield decode_jpeg(jpeg, ImageReadMode.RGB).float()
+
+
+def _likeness(channels: Tensor) -> float:
+    """Mean correlation between the channels, shape (n, c, places), without sign."""
+    between = torch.corrcoef(channels.transpose(0, 1).flatten(1)).abs()
+    count = len(between)
+    return float((between.sum() - count) / (count * (count - 1)))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from raytrain.errors import RaytrainError
 from raytrain.recipe.types import Model
@@ -125,6 +126,65 @@ def small_resnet(num_classes: int, width: int = 32, zero_init_residual: bool = F
     return nn.Sequential(*stages, *head)
 
 
+def whitened_cnn(num_classes: int, width: int = 32) -> nn.Module:
+    """A plain net for few epochs on images of 16 to 48 px: whitened pixels, then three blocks.
+
+    After Jordan 2024 (https://arxiv.org/abs/2404.00498), at half the width of the smallest net
+    there: fixed 2x2 filters that whiten the pixels, each with both signs; blocks of two 3x3
+    convolutions with max-pooling between them, of ``width``, 4 and 4 times ``width`` channels; the
+    largest value of each channel; a linear layer without bias, its output divided by 9. There the
+    filters come from the training images, here they need none: natural images look alike at
+    every scale, so that edges and sums of neighbouring pixels (Haar's filters) in opponent colours
+    (Ruderman et al. 1998) are all but uncorrelated, and BatchNorm makes their variances equal.
+    SiLU for GELU, which costs a CPU a fifth more of the step.
+
+    Takes (n, 3, s, s) for any s of at least 9; gives (n, num_classes). 0.50 million parameters at
+    width 32.
+    """
+    stages: list[nn.Module] = [_Whitening(), nn.SiLU(inplace=True)]
+    channels = 24
+    for out in (width, 4 * width, 4 * width):
+        pooled = nn.Conv2d(channels, out, 3, padding=1, bias=False)
+        stages += [pooled, nn.MaxPool2d(2), nn.BatchNorm2d(out), nn.SiLU(inplace=True)]
+        stages += [_conv_norm(out, out), nn.SiLU(inplace=True)]
+        channels = out
+    return nn.Sequential(
+        *stages, nn.AdaptiveMaxPool2d(1), nn.Flatten(), _Scores(channels, num_classes)
+    )
+
+
+class _Whitening(nn.Module):
+    """Haar's four 2x2 filters in three colours, with both signs.
+
+    Takes (n, 3, s, s); gives (n, 24, s - 1, s - 1).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        haar = torch.tensor(
+            [[[1, 1], [1, 1]], [[1, -1], [1, -1]], [[1, 1], [-1, -1]], [[1, -1], [-1, 1]]]
+        )
+        colours = functional.normalize(torch.tensor([[1.0, 1, 1], [1, 0, -1], [1, -2, 1]]))
+        filters = torch.einsum("ca,fhw->cfahw", colours, haar / 2).reshape(12, 3, 2, 2)
+        self.filters: Tensor
+        self.register_buffer("filters", filters)
+        self.norm = nn.BatchNorm2d(12, eps=1e-3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(functional.conv2d(x, self.filters))
+        return torch.cat((x, -x), dim=1)
+
+
+class _Scores(nn.Linear):
+    """A linear layer whose output starts small, as of an uncertain classifier."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 9
+
+
 class _Residual(nn.Module):
     def __init__(self, channels: int, zero_init: bool) -> None:
         super().__init__()
@@ -142,4 +202,8 @@ def _conv_norm(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
     return nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
 
-OWN: dict[str, ModelMaker] = {"small_cnn": small_cnn, "small_resnet": small_resnet}
+OWN: dict[str, ModelMaker] = {
+    "small_cnn": small_cnn,
+    "small_resnet": small_resnet,
+    "whitened_cnn": whitened_cnn,
+}

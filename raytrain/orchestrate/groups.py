@@ -89,6 +89,8 @@ class Groups:
         self._numbers = itertools.count()
         self._reserve: _Group | None = None
         self._steps_made = threading.Event()
+        self.workers = 0
+        """Workers that the group under way is to have; of replicas, fewer may be there."""
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
 
@@ -128,6 +130,7 @@ class Groups:
 
     def _run_group(self, workers: int) -> ray.train.TrainingFailedError | None:
         self._steps_made.clear()
+        self.workers = workers
         reserve = self._take_reserve(workers)
         turn = reserve.turn if reserve else Turn(next(self._numbers))
         ray.get(self._mailbox.open.remote(turn.number))
@@ -277,10 +280,14 @@ class Watch:
         session: the run.
         placement: how many workers there may be.
         mailbox: what the workers tell.
+        groups: runs the group.
     """
 
-    def __init__(self, session: Session, placement: Placement, mailbox: Any) -> None:
+    def __init__(
+        self, session: Session, placement: Placement, mailbox: Any, groups: Groups
+    ) -> None:
         self._session = session
+        self._groups = groups
         self._placement = placement
         self._mailbox = mailbox
         self._resize = session.job.recipe.resize
@@ -324,9 +331,10 @@ class Watch:
             return
         settled = now - self._room_seen[1] >= self._resize.settle_s
         rested = now - self._resumed_at >= self._resize.rest_s
-        if not (settled and rested and room > self._session.world_size):
+        workers = self._groups.workers
+        if not (settled and rested and room > workers):
             return
-        gain = seconds_saved(self._session.seconds_left, self._session.world_size, room)
+        gain = seconds_saved(self._session.seconds_left, workers, room)
         if gain >= self._resize.min_gain * self.pause:
             self._hand_over(
                 f"room for {room} workers saves about {gain:.0f} s, a restart costs about "

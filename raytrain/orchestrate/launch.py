@@ -178,7 +178,7 @@ class _Driver:
         )
         self._storage = session.job.run_dir / ".ray_train"
         self._groups = Groups(session, placement, self._mailbox, self._trainer)
-        self._watch = Watch(session, placement, self._mailbox)
+        self._watch = Watch(session, placement, self._mailbox, self._groups)
         self._due = session.job.checkpoints.due() if placement.beside else []
         self._validations: Validations | None = None
         self._made_steps = False
