@@ -15,7 +15,9 @@ from raytrain.bench.elastic import (
     back_after,
     bench_elastic,
     cost_of,
+    goodput_of,
     images_wrong,
+    usual_step,
 )
 from raytrain.errors import RaytrainError
 from raytrain.recipe.load import recipe_from_dict
@@ -66,6 +68,19 @@ def test_when_all_are_back() -> None:
     assert not back_after(STEPS, 10.5, 3)
     assert not back_after([*STEPS, row(10, 11.0, 2)], 10.5, 3)
     assert back_after([*STEPS, row(10, 11.0, 2), row(11, 12.0, 3)], 10.5, 3)
+
+
+def test_what_a_fault_takes_of_a_minute() -> None:
+    """Ten steps of a second, a pause of ten, and four steps by fewer workers; two made again."""
+    rows = [*STEPS, row(8, 20.0, 2), row(9, 22.0, 2), row(10, 24.0, 2), row(11, 26.0, 3)]
+    goodput, pace = goodput_of(rows, 0.0, 30.0, 3)
+    assert goodput == pytest.approx((8 * 1 + 3 + 3 * 2) / 30)  # of the first new step three times
+    assert pace == pytest.approx(12 * 1 / 30)
+
+
+def test_the_usual_step_is_that_of_all_workers() -> None:
+    rows = [row(0, 1.0, 3), row(1, 2.0, 3), row(2, 5.0, 3), row(3, 6.0, 3), row(4, 15.0, 2)]
+    assert usual_step(rows, 3) == pytest.approx(1.0)
 
 
 def test_images_left_out_or_used_twice_are_counted(tmp_path: Path) -> None:

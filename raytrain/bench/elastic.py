@@ -42,6 +42,7 @@ FAULTS: tuple[Kind, ...] = ("kill", "hang", "drain", "remove_node")
 _OF_NODES = ("drain", "remove_node")
 _CHECKPOINT_STEPS = 20  # where the recipe has none
 _CALM_STEPS = 10  # by all workers, before the next fault
+_PAUSE = 3.0  # what a step takes beyond so many times the usual is a pause
 _NOTICE_S = 120.0
 _POLL_S = 0.1
 _END_S = 60.0
@@ -94,11 +95,13 @@ class Found:
     """What was measured of one contender.
 
     Attributes:
-        step_s: median time of a step, undisturbed, in seconds.
+        step_s: usual time of a step by all workers, in seconds.
         costs: of each fault, in their order.
         images_wrong: images of whole epochs that were left out or used twice in the steps that
             count; None where the contender keeps no account.
-        goodput: usual time of the steps made over the time it took, with a fault a minute.
+        goodput: share of the time that went into steps that count, with a fault a minute; of a step
+            up to three times the usual counts, what is beyond is a pause.
+        pace: share of the steps that would have been made at the usual time of each.
         gave_up: why not all faults were made; empty where they were.
     """
 
@@ -106,6 +109,7 @@ class Found:
     costs: list[Cost] = field(default_factory=list)
     images_wrong: int | None = None
     goodput: float | None = None
+    pace: float | None = None
     gave_up: str = ""
 
 
@@ -132,18 +136,19 @@ class ElasticReport:
         for contender, found in self.found.items():
             for kind in dict.fromkeys(cost.fault for cost in found.costs):
                 costs = [cost for cost in found.costs if cost.fault == kind]
-                told = [c.detected_s for c in costs if c.detected_s is not None]
+                seen = [c.detected_s for c in costs if c.detected_s is not None]
                 table.add_row(
                     _NAMES[contender],
                     kind,
-                    _spread(told) if told else "-",
+                    _spread(seen) if seen else "-",
                     _spread([c.paused_s for c in costs]),
                     _spread([c.full_s for c in costs]),
                     _spread([float(c.steps_lost) for c in costs], 0),
                     "-" if found.images_wrong is None else str(found.images_wrong),
                 )
-            if found.goodput is not None:
-                table.add_row(_NAMES[contender], f"goodput {found.goodput:.2f} at one a minute")
+            if found.goodput is not None and found.pace is not None:
+                told = f"at one a minute: goodput {found.goodput:.2f}, pace {found.pace:.2f}"
+                table.add_row(_NAMES[contender], told)
             if found.gave_up:
                 table.add_row(_NAMES[contender], found.gave_up)
         return table
@@ -277,12 +282,11 @@ class _Run:
         faults = list(self._options.faults) * self._options.repeats
         try:
             self._wait(self._is_calm, "the start")
-            times = [row["seconds"] for row in self._rows()[-_CALM_STEPS:]]
-            found.step_s = statistics.median(b - a for a, b in pairwise(times))
             for number, kind in enumerate(faults):
-                found.costs.append(self._make(kind, number % self._options.workers, found.step_s))
+                found.costs.append(self._make(kind, number % self._options.workers))
             if self._options.minutes:
-                found.goodput = self._goodput(found.step_s)
+                found.goodput, found.pace = self._goodput()
+            found.step_s = usual_step(self._rows(), self._options.workers)
         except TimeoutError as error:
             found.gave_up = str(error)
         self.end()
@@ -300,7 +304,7 @@ class _Run:
                 self._process.kill()
                 self._process.wait()
 
-    def _make(self, kind: Kind, target: int, step_s: float) -> Cost:
+    def _make(self, kind: Kind, target: int) -> Cost:
         """Make one fault, and wait until all workers are back."""
         before = self._rows()[-1]["step"]
         of_node = kind in _OF_NODES
@@ -321,21 +325,20 @@ class _Run:
             self._wait(self._is_calm, kind)
         if leaving is not None:
             self._cluster.remove_node(leaving)
-        return cost_of(kind, at, before, self._rows(), self._events(), step_s)
+        rows = self._rows()
+        step_s = usual_step(rows, self._options.workers)
+        return cost_of(kind, at, before, rows, self._events(), step_s)
 
-    def _goodput(self, step_s: float) -> float:
-        began, first = time.monotonic(), len(self._steps_made())
+    def _goodput(self) -> tuple[float, float]:
+        began, first = time.monotonic(), self._rows()[-1]["seconds"]
         for minute in range(round(self._options.minutes)):
             kill = [Fault(do="kill", at_step=0, worker=minute % self._options.workers)]
             with FaultMaker(kill, self._folder):
                 while time.monotonic() - began < 60 * (minute + 1):
                     self._look()
                     time.sleep(_POLL_S)
-        made = len(self._steps_made()) - first
-        return made * step_s / (time.monotonic() - began)
-
-    def _steps_made(self) -> set[int]:
-        return {row["step"] for row in self._rows()}
+        last = first + time.monotonic() - began
+        return goodput_of(self._rows(), first, last, self._options.workers)
 
     def _is_calm(self) -> bool:
         last = self._rows()[-_CALM_STEPS:]
@@ -403,6 +406,36 @@ def full_again(after: Sequence[dict[str, Any]], fault: float, workers: int) -> f
     few = [i for i, row in enumerate(after) if row["world_size"] < workers]
     first = max(longest, few[-1] + 1 if few else 0)
     return after[first]["seconds"] if first < len(after) else None
+
+
+def usual_step(rows: Sequence[dict[str, Any]], workers: int) -> float:
+    """Median time of a step by all workers, in seconds.
+
+    Args:
+        rows: of metrics.jsonl.
+        workers: at full strength.
+    """
+    both = ((a, b) for a, b in pairwise(rows) if a["world_size"] == b["world_size"] == workers)
+    return statistics.median(b["seconds"] - a["seconds"] for a, b in both)
+
+
+def goodput_of(
+    rows: Sequence[dict[str, Any]], since: float, until: float, workers: int
+) -> tuple[float, float]:
+    """Goodput and pace, as in ``Found``, between two moments of the run's clock.
+
+    Args:
+        rows: of metrics.jsonl; of a step that was made again, the last one counts.
+        since: the first moment, in seconds.
+        until: the last one.
+        workers: at full strength.
+    """
+    counted = sorted({row["step"]: row for row in rows}.values(), key=lambda row: row["seconds"])
+    part = [row for row in counted if since <= row["seconds"] <= until]
+    usual = usual_step(part, workers)
+    times = [since, *(row["seconds"] for row in part)]
+    useful = sum(min(b - a, _PAUSE * usual) for a, b in pairwise(times))
+    return useful / (until - since), len(part) * usual / (until - since)
 
 
 def cost_of(
