@@ -107,7 +107,7 @@ def test_whitening_takes_away_what_neighbouring_pixels_share() -> None:
     archive = Path(__file__).parents[2] / "shared" / "data" / "tiny-imagenet-10.tar"
     if not archive.exists():
         pytest.skip(f"no {archive}")
-    whitening = whitened_cnn(10)[0]
+    whitening = next(whitened_cnn(10).children())
     pixels = torch.stack(list(islice(_images(archive), 1000)))[::5]
     pixels = nn.functional.avg_pool2d(pixels, 2) / 58  # to a variance near 1
     with torch.no_grad():
@@ -125,7 +125,7 @@ def _images(archive: Path) -> Iterator[Tensor]:
     with tarfile.open(archive) as files:
         for member in files:
             if member.name.endswith(".JPEG"):
-                data = files.extractfile(member).read()  # type: ignore[union-attr] (a file)
+                data = files.extractfile(member).read()  # type: ignore[union-attr]
                 jpeg = torch.frombuffer(bytearray(data), dtype=torch.uint8)
                 yield decode_jpeg(jpeg, ImageReadMode.RGB).float()
 

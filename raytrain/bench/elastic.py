@@ -416,7 +416,7 @@ def usual_step(rows: Sequence[dict[str, Any]], workers: int) -> float:
         workers: at full strength.
     """
     both = ((a, b) for a, b in pairwise(rows) if a["world_size"] == b["world_size"] == workers)
-    return statistics.median(b["seconds"] - a["seconds"] for a, b in both)
+    return float(statistics.median(b["seconds"] - a["seconds"] for a, b in both))
 
 
 def goodput_of(
