@@ -545,7 +545,8 @@ def bench_elastic(  # noqa: PLR0913, PLR0917 (the options of the command line)
         minutes=minutes,
     )
     report = run(load_recipe(recipe, overrides or ()), data, out, options)
-    Console().print(report.table())
+    Console().print(report.tables())
+    print(report.images())
     _write_numbers(json, report.as_json())
 
 

@@ -39,12 +39,13 @@ STEPS = [row(s, 1.0 + s, 3) for s in range(10)]  # one a second; the fault comes
 
 
 def test_a_step_made_again_by_those_left() -> None:
-    rows = [*STEPS, row(10, 11.0, 3), row(11, 13.0, 2), row(12, 14.0, 2), row(13, 15.0, 3)]
+    rows = [*STEPS, row(10, 11.0, 3), row(11, 13.0, 2), row(12, 14.0, 2), row(13, 15.5, 3)]
     events = [event("start", 0.0), event("fault", 10.9, late=0.2), event("resize", 13.0, late=0.1)]
     cost = cost_of("kill", ZERO + 10.5, 9, rows, events, step_s=1.0)
     assert cost.detected_s == pytest.approx(0.6)
     assert cost.paused_s == pytest.approx(1.0)  # from 11 to 13, less a step
-    assert cost.full_s == pytest.approx(4.5)
+    assert cost.full_s == pytest.approx(5.0)
+    assert cost.joined_s == pytest.approx(0.5)
     assert cost.steps_lost == 0
 
 
@@ -54,6 +55,7 @@ def test_a_restart_from_a_checkpoint() -> None:
     cost = cost_of("kill", ZERO + 10.5, 9, rows, events, step_s=1.0)
     assert cost.paused_s == pytest.approx(9.0)
     assert cost.full_s == pytest.approx(10.0)
+    assert cost.joined_s is None
     assert cost.steps_lost == 2
 
 

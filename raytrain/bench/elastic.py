@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 
 from raytrain.bench.measure import Spread, this_machine, versions_of
@@ -79,6 +80,8 @@ class Cost:
         fault: its kind.
         detected_s: until the run told of it; None where it doesn't tell.
         paused_s: longest time between two steps from the fault on, less the usual time of a step.
+        joined_s: pause of those that had gone on when the last one came back, less a step's usual
+            time; None where none had gone on.
         full_s: until all workers made a step.
         steps_lost: made before and made again.
     """
@@ -86,6 +89,7 @@ class Cost:
     fault: Kind
     detected_s: float | None
     paused_s: float
+    joined_s: float | None
     full_s: float
     steps_lost: int
 
@@ -127,44 +131,70 @@ class ElasticReport:
         """All numbers."""
         return json.dumps(asdict(self), indent=1)
 
-    def table(self) -> Table:
+    def tables(self) -> Group:
         """For a person."""
-        title = f"a fault among {self.workers} workers, seconds: median (least to most)"
-        table = Table(title=title, box=SIMPLE_HEAD, header_style="bold")
-        for name in ("", "fault", "told", "paused", "full strength", "steps lost", "images wrong"):
-            table.add_column(name, justify="right" if name else "left")
+        return Group(self._faults(), *([self._goodputs()] if self._minutes_measured else []))
+
+    def _faults(self) -> Table:
+        title = f"a fault among {self.workers} workers, seconds: median (least-most)"
+        table = _table(title, "", "fault", "told", "paused", "joined", "all back", "steps lost")
         for contender, found in self.found.items():
             for kind in dict.fromkeys(cost.fault for cost in found.costs):
                 costs = [cost for cost in found.costs if cost.fault == kind]
-                seen = [c.detected_s for c in costs if c.detected_s is not None]
                 table.add_row(
                     _NAMES[contender],
                     kind,
-                    _spread(seen) if seen else "-",
+                    _spread([c.detected_s for c in costs]),
                     _spread([c.paused_s for c in costs]),
+                    _spread([c.joined_s for c in costs]),
                     _spread([c.full_s for c in costs]),
                     _spread([float(c.steps_lost) for c in costs], 0),
-                    "-" if found.images_wrong is None else str(found.images_wrong),
                 )
-            if found.goodput is not None and found.pace is not None:
-                told = f"at one a minute: goodput {found.goodput:.2f}, pace {found.pace:.2f}"
-                table.add_row(_NAMES[contender], told)
             if found.gave_up:
                 table.add_row(_NAMES[contender], found.gave_up)
         return table
 
+    @property
+    def _minutes_measured(self) -> bool:
+        return any(found.goodput is not None for found in self.found.values())
+
+    def _goodputs(self) -> Table:
+        table = _table("a kill a minute", "", "goodput", "pace")
+        for contender, found in self.found.items():
+            if found.goodput is not None and found.pace is not None:
+                table.add_row(_NAMES[contender], f"{found.goodput:.2f}", f"{found.pace:.2f}")
+        return table
+
+    def images(self) -> str:
+        """A line about the images that were left out or used twice."""
+        wrong = {c: f.images_wrong for c, f in self.found.items() if f.images_wrong is not None}
+        counts = ", ".join(f"{_NAMES[contender]} {count}" for contender, count in wrong.items())
+        return f"images left out or used twice: {counts or 'not known'}"
+
+
+def _table(title: str, *names: str) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0))
+    for name in names:
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
 
 _NAMES: dict[Contender, str] = {
-    "step": "raytrain, step",
-    "restart": "raytrain, restart",
-    "standby": "raytrain, stand-by",
-    "ray": "plain Ray Train",
+    "step": "step",
+    "restart": "restart",
+    "standby": "stand-by",
+    "ray": "Ray Train",
 }
 
 
-def _spread(values: Sequence[float], digits: int = 1) -> str:
-    of = Spread.of(values)
-    return f"{of.median:.{digits}f} ({of.low:.{digits}f} to {of.high:.{digits}f})"
+def _spread(values: Sequence[float | None], digits: int = 1) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    of = Spread.of(known)
+    if len(known) == 1:
+        return f"{of.median:.{digits}f}"
+    return f"{of.median:.{digits}f} ({of.low:.{digits}f}-{of.high:.{digits}f})"
 
 
 def bench_elastic(
@@ -466,11 +496,15 @@ def cost_of(
     told = [e for e in events if e["kind"] in ("fault", "hand_over") and _unix(e) >= at]
     back = [e for e in events if e["kind"] == "recovery" and _unix(e) >= at]
     dropped = sum(event["rows_dropped"] for event in back)
+    last = next(i for i, row in enumerate(after) if row["seconds"] == full)
+    joins = last > 0 and after[last - 1]["world_size"] < workers
+    joined = full - after[last - 1]["seconds"] - step_s if joins else None
     again = max(0, before + 1 - min(row["step"] for row in after))
     return Cost(
         fault=kind,
         detected_s=_unix(told[0]) - at if told else None,
         paused_s=max(0.0, pause - step_s),
+        joined_s=None if joined is None else max(0.0, joined),
         full_s=full - fault,
         steps_lost=max(dropped, again),
     )
