@@ -350,6 +350,7 @@ class _Run:
         with FaultMaker(schedule, self._folder, self._cluster) as maker:
             self._wait(lambda: len(maker.applied) == len(schedule), f"the {kind}")
             at = maker.applied[0].at
+            self._wait(lambda: self._has_replaced_since(at), kind)
             offset = clock_offset(self._events())
             self._wait(lambda: back_after(self._rows(), at - offset, self._options.workers), kind)
             self._wait(self._is_calm, kind)
@@ -375,6 +376,10 @@ class _Run:
         if [row["world_size"] for row in last] != [self._options.workers] * _CALM_STEPS:
             return False
         return self._contender != "standby" or self._others_stand_by()
+
+    def _has_replaced_since(self, moment: float) -> bool:
+        """Whether a worker began after a moment of UNIX time: until then, steps tell nothing."""
+        return any(e["kind"] == "worker" and _unix(e) > moment for e in self._events())
 
     def _others_stand_by(self) -> bool:
         """Whether all that is to stand by does so since the last group began."""
