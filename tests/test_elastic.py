@@ -6,6 +6,8 @@ Replicas run as processes of this machine without Ray; test_elastic_ray.py has R
 from __future__ import annotations
 
 import random
+import statistics
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,11 @@ import pytest
 import yaml
 
 from raytrain.orchestrate.faults import Fault, FaultMaker, raises_when_told
-from raytrain.recipe.load import recipe_from_dict
+from raytrain.recipe.load import load_recipe, recipe_from_dict
 from raytrain.recipe.types import Recipe
 from raytrain.run.audit import used_rows
 from raytrain.run.history import read_jsonl
-from raytrain.train import Parts
+from raytrain.train import Parts, build_job_model, score_checkpoint
 from tests.replicas import Replicas, replicas
 from tests.sets import write_set
 from tests.workers import plain_cnn, train_with
@@ -39,6 +41,7 @@ input: {audit: true, window_blocks: 6}
 log: {every_steps: 3}
 checkpoint: {every_steps: 7}
 """
+TINY_IMAGENET = Path(__file__).parents[2] / "shared" / "data" / "tiny-imagenet-10.tar"
 NUM_STEPS = 22 * 6 + 6 * 4
 
 
@@ -143,6 +146,37 @@ def test_thirty_random_kills(shards: Path, tmp_path: Path) -> None:
         run.finish(timeout=600)
         assert run.lost == 30
     assert_same(tmp_path / "run", tmp_path / "undisturbed", epochs=160)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not TINY_IMAGENET.exists(), reason="needs ../shared/data/tiny-imagenet-10.tar")
+def test_batch_norm_comes_to_the_same_accuracy(tmp_path: Path) -> None:
+    """Statistics of a step that is made again see its images twice: 3 seeds, five kills or none."""
+    with tarfile.open(TINY_IMAGENET) as tar:
+        tar.extractall(tmp_path, filter="data")
+    write_set(tmp_path / "tiny-imagenet-10", tmp_path / "set", (500,), (32, 48, None), 64)
+    top1: dict[int, list[float]] = {0: [], 5: []}
+    for seed in range(3):
+        changes = [f"seed={seed}", "target={}", "checkpoint.every_steps=79", "log.every_steps=3"]
+        recipe = load_recipe("tiny-imagenet-10", changes)
+        for kills, reached in top1.items():
+            run_dir = tmp_path / f"{seed}-{kills}"
+            with replicas(recipe, tmp_path / "set", run_dir, parts=Parts()) as run:
+                run.start(0, 1)
+                run.replace_lost()
+                for number in range(1, kills + 1):
+                    run.wait_for(number * run.job.plan.num_steps // (kills + 1), workers=2)
+                    run.kill(number % 2)
+                run.finish(timeout=600)
+                assert run.lost == kills
+                last = run.job.checkpoints.newest(print)
+            assert last is not None
+            model = build_job_model(run.job)
+            score = score_checkpoint(run.job, last, model, "cpu", 2).raw
+            reached.append(score.top1 / score.images)
+    print(f"top-1 undisturbed {top1[0]}, with five kills {top1[5]}")
+    assert statistics.mean(top1[5]) == pytest.approx(statistics.mean(top1[0]), abs=0.01)
 
 
 def test_all_lost_at_once_go_on_from_the_checkpoint(

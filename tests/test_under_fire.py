@@ -1,19 +1,15 @@
 """Faults of many kinds in one run, in both modes, under Ray on a cluster of several raylets.
 
-No image is lost or repeated, the losses are those of an undisturbed run, and the accuracy doesn't
-suffer.
+No image is lost or repeated, and the losses are those of an undisturbed run.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +21,7 @@ import pytest
 import yaml
 
 from raytrain.orchestrate.faults import Fault, FaultMaker
-from raytrain.recipe.load import load_recipe, recipe_from_dict
+from raytrain.recipe.load import recipe_from_dict
 from raytrain.run.audit import used_rows
 from raytrain.run.history import read_jsonl
 from tests.sets import write_set
@@ -35,7 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 EPOCHS, STEPS, IMAGES = 220, 6, 331
 KILLS, EPOCHS_OF_KILLS = 30, 2000
-TINY_IMAGENET = Path(__file__).parents[2] / "shared" / "data" / "tiny-imagenet-10.tar"
 PHASE = {"epochs": EPOCHS, "image_px": 16, "batch": 64, "crop_area": [0.5, 1.0]}
 RECIPE: dict[str, Any] = {
     "model": {"name": "tests.workers:slow_cnn"},
@@ -190,33 +185,3 @@ def test_thirty_kills(shards: Path, tmp_path: Path) -> None:
         run.wait(lambda: run.sizes() == [3] * 5)
     epochs = len(read_jsonl(run_dir / "metrics.jsonl")) // STEPS
     assert_same(run_dir, undisturbed(shards, tmp_path, EPOCHS_OF_KILLS), epochs)
-
-
-@pytest.mark.skipif(not TINY_IMAGENET.exists(), reason="needs ../shared/data/tiny-imagenet-10.tar")
-def test_batch_norm_comes_to_the_same_accuracy(tmp_path: Path) -> None:
-    """Two workers of whom one is killed every few epochs, beside two that aren't: 3 seeds each."""
-    images, shards = tmp_path / "tiny-imagenet-10", tmp_path / "set"
-    with tarfile.open(TINY_IMAGENET) as tar:
-        tar.extractall(tmp_path, filter="data")
-    prepare = [sys.executable, "-m", "raytrain", "prepare", str(images), str(shards)]
-    subprocess.run([*prepare, "--sizes", "32,48,original"], check=True)
-    steps = 79 * load_recipe("tiny-imagenet-10").num_epochs
-    kills = [Fault(at_step=steps * i // 6, do="kill", worker=i % 2) for i in range(1, 6)]
-    top1: dict[bool, list[float]] = {False: [], True: []}
-    with machines(2, head_slots=1) as cluster:
-        for seed in range(3):
-            for disturbed in (False, True):
-                run_dir = tmp_path / f"{seed}-{disturbed}"
-                options = ["--workers", "2", "--elastic", "step"]
-                options += ["--set", f"seed={seed}", "--set", "target={}"]
-                tiny = Path("tiny-imagenet-10")
-                with (
-                    started(cluster, tiny, shards, run_dir, *options) as run,
-                    FaultMaker(kills if disturbed else [], run_dir) as faults,
-                ):
-                    run.finish()
-                assert len(faults.applied) == (5 if disturbed else 0)
-                summary = json.loads((run_dir / "summary.json").read_text())
-                top1[disturbed].append(summary["top1"])
-    print(f"top-1 undisturbed {top1[False]}, with five kills {top1[True]}")
-    assert statistics.mean(top1[True]) == pytest.approx(statistics.mean(top1[False]), abs=0.01)
