@@ -31,6 +31,8 @@ export GLOO_SOCKET_IFNAME="$RAYTRAIN_INTERFACE"
 # most. With Ray's own settings a pulled cable was noticed after 65 s.
 export RAY_health_check_period_ms=2000 RAY_health_check_timeout_ms=5000
 export RAY_health_check_failure_threshold=3
+# Ray Train waits so many seconds for a worker that hangs before it ends the others; its own value is 30.
+export TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S=5
 
 case "$1" in
 aws)

@@ -30,6 +30,7 @@ from rich.table import Table
 from raytrain.bench.measure import Spread, this_machine, versions_of
 from raytrain.data.shards import ShardSet
 from raytrain.errors import RaytrainError
+from raytrain.orchestrate.cluster import bound_ends
 from raytrain.orchestrate.faults import Fault, FaultMaker, Kind
 from raytrain.recipe.load import change_recipe, dump_recipe
 from raytrain.recipe.types import Recipe
@@ -260,6 +261,7 @@ def _machines(number: int, head_slots: int) -> Iterator[Any]:
     slot), and others, each with a slot for a worker."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (slow to import)
 
+    bound_ends()
     health = {"health_check_period_ms": 500, "health_check_failure_threshold": 4}
     head = {"num_cpus": head_slots, "include_dashboard": False}
     cluster = Cluster(

@@ -47,6 +47,7 @@ def ensure_ray(verbose: bool = False, workers: int = 1, spare: int = 0) -> None:
         logging.getLogger(name).setLevel(level)
     log: dict[str, Any] = {"log_to_driver": verbose, "logging_level": level}
     if not address:
+        bound_ends()
         _start_here(max(cores, workers + spare), log)
         return
     try:
@@ -56,6 +57,15 @@ def ensure_ray(verbose: bool = False, workers: int = 1, spare: int = 0) -> None:
             f"can't start on the cluster at RAY_ADDRESS={address}: {str(error).splitlines()[0]}; "
             "check the address, or unset RAY_ADDRESS to train on this machine"
         ) from error
+
+
+def bound_ends() -> None:
+    """Let the process groups of a Ray that is started after this end within 5 s, not 30.
+
+    Ray Train waits so long for a worker that hangs, and passes the setting on to no process: it
+    counts where Ray starts (``cluster/node/network.sh`` on a cluster).
+    """
+    os.environ.setdefault("TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S", "5")
 
 
 def _start_here(slots: int, log: dict[str, Any]) -> None:

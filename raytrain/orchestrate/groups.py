@@ -45,7 +45,6 @@ _SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a lost worker is seen after as long
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",  # then a smaller group is tried
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # Watch does that, and doesn't wait
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "5",  # of 30, which a worker that hangs would use up
 }
 
 
