@@ -352,9 +352,7 @@ class _Run:
         with FaultMaker(schedule, self._folder, self._cluster) as maker:
             self._wait(lambda: len(maker.applied) == len(schedule), f"the {kind}")
             at = maker.applied[0].at
-            self._wait(lambda: self._has_replaced_since(at), kind)
-            offset = clock_offset(self._events())
-            self._wait(lambda: back_after(self._rows(), at - offset, self._options.workers), kind)
+            self._wait(lambda: self._is_whole_since(at), kind)
             self._wait(self._is_calm, kind)
         if leaving is not None:
             self._cluster.remove_node(leaving)
@@ -379,9 +377,15 @@ class _Run:
             return False
         return self._contender != "standby" or self._others_stand_by()
 
-    def _has_replaced_since(self, moment: float) -> bool:
-        """Whether a worker began after a moment of UNIX time: until then, steps tell nothing."""
-        return any(e["kind"] == "worker" and _unix(e) > moment for e in self._events())
+    def _is_whole_since(self, moment: float) -> bool:
+        """Whether all workers have made steps since a worker was replaced after a moment of UNIX
+        time: until then, a machine that is about to leave is still there."""
+        events = self._events()
+        replaced = [e["seconds"] for e in events if e["kind"] == "worker" and _unix(e) > moment]
+        if not replaced:
+            return False
+        fault = moment - clock_offset(events)
+        return back_after(self._rows(), max(fault, replaced[0]), self._options.workers)
 
     def _others_stand_by(self) -> bool:
         """Whether all that is to stand by does so since the last group began."""
